@@ -1,0 +1,66 @@
+"""One backend's operations behind one set of names; chosen explicitly, counted, never swapped silently."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+
+from lastrow.kernels import add_norm, attention, embedding, geglu, head, ple_gate, ple_inputs, qkv_epilogue
+
+
+class ReferenceOps:
+    """Plain torch on any device. `counts`: operation -> calls."""
+
+    name = "reference"
+
+    def __init__(self, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+        self.counts: Counter[str] = Counter()
+
+    def embedding(self, ids, table, scale, norm_weight, eps):
+        self.counts["embedding"] += 1
+        return embedding.reference(ids, table, scale, norm_weight, eps)
+
+    def ple_inputs(self, context, ids, table, norm_weight, first_layer, hidden_size, eps):
+        self.counts["ple_inputs"] += 1
+        return ple_inputs.reference(context, ids, table, norm_weight, first_layer, hidden_size, eps)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        self.counts["linear"] += 1
+        return F.linear(x, weight)
+
+    def qkv_epilogue(self, *args, **kwargs):
+        self.counts["qkv_epilogue"] += 1
+        return qkv_epilogue.reference(*args, **kwargs)
+
+    def attention(self, q, kv, rows, block_table, window):
+        self.counts["attention"] += 1
+        return attention.reference(q, kv, rows, block_table, window)
+
+    def add_norm(self, h, x, post_weight, pre_weight, scalar, eps):
+        self.counts["add_norm"] += 1
+        return add_norm.reference(h, x, post_weight, pre_weight, scalar, eps)
+
+    def geglu(self, h, gate_up):
+        self.counts["geglu"] += 1
+        return geglu.reference(h, gate_up)
+
+    pack_gate_up = staticmethod(geglu.reference_pack)
+
+    def ple_gate(self, gate, ple, index):
+        self.counts["ple_gate"] += 1
+        return ple_gate.reference(gate, ple, index)
+
+    def head(self, h, table, cap):
+        self.counts["head"] += 1
+        return head.reference(h, table, cap)
+
+    def head_labels(self, h, table, label_ids, cap):
+        self.counts["head_labels"] += 1
+        return head.reference_labels(h, table, label_ids, cap)
+
+    def head_logsumexp(self, h, table, cap):
+        self.counts["head_logsumexp"] += 1
+        return head.reference_logsumexp(h, table, cap)

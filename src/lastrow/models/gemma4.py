@@ -1,0 +1,180 @@
+"""The Gemma 4 text model: every row up to the last layer that writes K/V, then only the rows somebody reads.
+
+    x = embed(ids)                                  every row
+    x = self_decoder(x)                             layers 0 .. cut-1, every row; each owner writes its K/V
+    write K/V of the cut layer                      every row, nothing else of that layer
+    y = cross_decoder(x[wanted])                    the cut layer's query half and every sharing layer, wanted rows
+    return norm(y)                                  [R, H]
+
+There is no second path: "full prefill" is this code with every row wanted. Numerics: spec section 2."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from lastrow.kernels.add_norm import rms_norm
+from lastrow.kernels.dispatch import ReferenceOps
+from lastrow.kernels.rope import rope_table
+from lastrow.kernels.rows import QueryRows
+from lastrow.kv.pool import KVPool, copy_tokens
+from lastrow.models.batch import ForwardBatch
+from lastrow.models.config import Gemma4Config
+from lastrow.models.weights import LayerWeights, ModelWeights, MoEWeights
+
+FULL_GROUP, SLIDING_GROUP = 0, 1
+
+
+class Gemma4Model:
+    """config, weights and one backend's operations. `max_positions`: length of the RoPE tables, in tokens."""
+
+    def __init__(self, config: Gemma4Config, weights: ModelWeights, ops: ReferenceOps, max_positions: int) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        embed = weights.embed
+        # transformers holds sqrt(H) in the weights' dtype: 39.25 for E2B in bf16, not 39.1918 (spec section 2.2)
+        self.embed_scale = float(torch.tensor(config.hidden_size**0.5).to(embed.dtype))
+        self.rope = {
+            True: rope_table(
+                config.global_head_dim, config.rope_theta_full, max_positions, config.rotated_pairs_full, embed.dtype, embed.device
+            ),
+            False: rope_table(config.head_dim, config.rope_theta_sliding, max_positions, None, embed.dtype, embed.device),
+        }
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor | None:
+        """Write the K/V of every row of `batch` into `pool`; return the final hidden state (after the last norm) of the
+        wanted rows, [R, H], or None when no row is wanted."""
+        x, h = self.self_decoder(batch, pool)
+        if batch.logits_indices is None:
+            return None
+        take = batch.logits_indices
+        return self.cross_decoder(x[take], h[take], batch.input_ids[take], batch.wanted, pool)
+
+    def self_decoder(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layers before the cut on every row and the cut layer's K/V. Returns that layer's residual and normed input, [T, H]."""
+        cut = self.config.cut
+        x, h = self.embed(batch.input_ids)
+        ple = self.per_layer_inputs(x, batch.input_ids, 0, cut)
+        for i in range(cut):
+            q = self.project_qkv(i, h, batch.rows.positions, pool, batch.slots)
+            copy_tokens(pool.writer(i), batch.copies[self.group(i)])
+            x, h = self.layer(i, q, x, batch.rows, pool, ple, i)
+        self.write_kv(cut, h, batch, pool)
+        return x, h
+
+    def cross_decoder(self, x: torch.Tensor, h: torch.Tensor, ids: torch.Tensor, rows: QueryRows, pool: KVPool) -> torch.Tensor:
+        """The cut layer's query half and every sharing layer on the wanted rows: x, h [R, H], ids [R] -> [R, H]."""
+        cut, layers = self.config.cut, self.config.num_hidden_layers
+        embedded, _ = self.embed(ids) if self.config.has_ple else (x, h)
+        ple = self.per_layer_inputs(embedded, ids, cut, layers)
+        for i in range(cut, layers):
+            q = self.project_q(i, h, rows.positions)
+            x, h = self.layer(i, q, x, rows, pool, ple, i - cut)
+        return h
+
+    # ------------------------------------------------------------------------------------------------- the parts
+    def group(self, layer: int) -> int:
+        return FULL_GROUP if self.config.is_full(layer) else SLIDING_GROUP
+
+    def embed(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids [T] -> scaled embedding and the first layer's normed input, [T, H]."""
+        first = self.weights.layers[0].input_norm
+        return self.ops.embedding(ids, self.weights.embed, self.embed_scale, first, self.config.rms_norm_eps)
+
+    def per_layer_inputs(self, embedded: torch.Tensor, ids: torch.Tensor, first: int, end: int) -> torch.Tensor | None:
+        """PLE of layers first .. end-1 for these rows only, [T, end-first, P]; None in models without it."""
+        if not self.config.has_ple or first == end:
+            return None
+        w, p = self.weights, self.config.hidden_size_per_layer_input
+        context = self.ops.linear(embedded, w.ple_model_projection[first * p : end * p])
+        return self.ops.ple_inputs(
+            context, ids, w.ple_table, w.ple_projection_norm, first, self.config.hidden_size, self.config.rms_norm_eps
+        )
+
+    def project_qkv(
+        self, i: int, h: torch.Tensor, positions: torch.Tensor, pool: KVPool, slots: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """q of layer i, [T, heads, d]; its K and V go to the pool."""
+        c, w = self.config, self.weights.layers[i]
+        return self.ops.qkv_epilogue(
+            self.ops.linear(h, w.qkv), positions, self.rope[c.is_full(i)], w.q_norm, c.layer_head_dim(i), c.rms_norm_eps,
+            k_weight=w.k_norm, kv=pool.writer(i), slots=slots[self.group(i)], kv_heads=c.layer_kv_heads(i), k_eq_v=c.layer_k_eq_v(i),
+        )  # fmt: skip
+
+    def project_q(self, i: int, h: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """q alone, [R, heads, d]: the cut layer's K/V is already written, a sharing layer has none."""
+        c, w = self.config, self.weights.layers[i]
+        query_rows = c.num_attention_heads * c.layer_head_dim(i)
+        return self.ops.qkv_epilogue(
+            self.ops.linear(h, w.qkv[:query_rows]), positions, self.rope[c.is_full(i)], w.q_norm, c.layer_head_dim(i), c.rms_norm_eps
+        )
+
+    def write_kv(self, i: int, h: torch.Tensor, batch: ForwardBatch, pool: KVPool) -> None:
+        """K and V of owner i for every row, no query."""
+        c, w = self.config, self.weights.layers[i]
+        query_rows = c.num_attention_heads * c.layer_head_dim(i)
+        self.ops.qkv_epilogue(
+            self.ops.linear(h, w.qkv[query_rows:]), batch.rows.positions, self.rope[c.is_full(i)], None, c.layer_head_dim(i),
+            c.rms_norm_eps, k_weight=w.k_norm, kv=pool.writer(i), slots=batch.slots[self.group(i)],
+            kv_heads=c.layer_kv_heads(i), k_eq_v=c.layer_k_eq_v(i),
+        )  # fmt: skip
+        copy_tokens(pool.writer(i), batch.copies[self.group(i)])
+
+    def layer(
+        self, i: int, q: torch.Tensor, x: torch.Tensor, rows: QueryRows, pool: KVPool, ple: torch.Tensor | None, ple_index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the queries of layer i to its end. Returns the residual and the next block's normed input (the final norm
+        behind the last layer), [T, H]."""
+        c, w, ops, eps = self.config, self.weights.layers[i], self.ops, self.config.rms_norm_eps
+        after = self.weights.layers[i + 1].input_norm if i + 1 < c.num_hidden_layers else self.weights.norm
+        o = ops.attention(q, pool.reader(i), rows, rows.block_tables[self.group(i)], c.layer_window(i))
+        x, h = ops.add_norm(ops.linear(o.flatten(1), w.o), x, w.post_attention_norm, w.pre_feedforward_norm, None, eps)
+        mlp = ops.linear(ops.geglu(h, w.gate_up), w.down)
+        if w.moe is not None:
+            mlp = self.mix_experts(w.moe, mlp, x)
+        if w.ple_gate is None:
+            return ops.add_norm(mlp, x, w.post_feedforward_norm, after, w.scalar, eps)
+        x, _ = ops.add_norm(mlp, x, w.post_feedforward_norm, None, None, eps)
+        gated = ops.ple_gate(ops.linear(x, w.ple_gate), ple, ple_index)
+        return ops.add_norm(ops.linear(gated, w.ple_projection), x, w.post_ple_norm, after, w.scalar, eps)
+
+    def mix_experts(self, moe: MoEWeights, dense: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """26B-A4B: the dense branch plus the top-k experts, routed by the residual before the MLP (spec section 2.9)."""
+        c, eps = self.config, self.config.rms_norm_eps
+        routed = rms_norm(residual, None, eps) * moe.router_scale * c.hidden_size**-0.5
+        weight, expert = F.linear(routed, moe.router_proj).float().softmax(-1).topk(c.top_k_experts, -1)
+        weight = weight / weight.sum(-1, keepdim=True) * moe.per_expert_scale[expert].float()
+        u = rms_norm(residual, moe.pre_norm_2, eps)
+        out = torch.zeros_like(residual, dtype=torch.float32)
+        for e in expert.unique().tolist():
+            token, place = (expert == e).nonzero(as_tuple=True)
+            gate, up = F.linear(u[token], moe.gate_up[e]).chunk(2, -1)
+            y = F.linear(F.gelu(gate, approximate="tanh") * up, moe.down[e])
+            out.index_add_(0, token, y.float() * weight[token, place, None])
+        return rms_norm(dense, moe.post_norm_1, eps) + rms_norm(out.to(dense.dtype), moe.post_norm_2, eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] after the final norm -> softcapped fp32 logits [R, V]."""
+        return self.ops.head(hidden, self.weights.embed, self.config.final_logit_softcapping)
+
+
+def layer_weight_shapes(config: Gemma4Config, i: int) -> dict[str, tuple[int, ...]]:
+    """Shape of every field of layer i's LayerWeights (without the experts), by field name."""
+    h, d, p = config.hidden_size, config.layer_head_dim(i), config.hidden_size_per_layer_input
+    kv = config.layer_kv_heads(i) * (1 if config.layer_k_eq_v(i) else 2) if config.owns_kv(i) else 0
+    mlp = config.layer_intermediate_size(i)
+    shapes: dict[str, tuple[int, ...]] = {
+        "qkv": ((config.num_attention_heads + kv) * d, h), "o": (h, config.num_attention_heads * d), "q_norm": (d,),
+        "gate_up": (2 * mlp, h), "down": (h, mlp), "input_norm": (h,), "post_attention_norm": (h,),
+        "pre_feedforward_norm": (h,), "post_feedforward_norm": (h,), "scalar": (1,),
+    }  # fmt: skip
+    if config.owns_kv(i):
+        shapes["k_norm"] = (d,)
+    if p:
+        shapes |= {"ple_gate": (p, h), "ple_projection": (h, p), "post_ple_norm": (h,)}
+    return shapes
+
+
+__all__ = ["Gemma4Model", "LayerWeights", "ModelWeights", "layer_weight_shapes"]
