@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 
+from lastrow.kernels.geglu import reference_pack
 from lastrow.kernels import add_norm, attention, embedding, geglu, head, ple_gate, ple_inputs, qkv_epilogue
 
 
@@ -47,7 +48,7 @@ class ReferenceOps:
         self.counts["geglu"] += 1
         return geglu.reference(h, gate_up)
 
-    pack_gate_up = staticmethod(geglu.reference_pack)
+    pack_gate_up = staticmethod(reference_pack)
 
     def ple_gate(self, gate, ple, index):
         self.counts["ple_gate"] += 1

@@ -244,12 +244,13 @@ def _head_shapes(text: dict[str, Any], layer_types: tuple[str, ...]) -> dict[str
 
     transformers >= 5.15 write `per_layer_config`, a dict from layer index to the values that differ from the top level."""
     shapes = {key: text.get(key) for key in ("head_dim", "global_head_dim", "num_key_value_heads", "num_global_key_value_heads")}
-    per_layer = _per_layer_table(text["per_layer_config"], len(layer_types)) if text.get("per_layer_config") is not None else []
+    table = text.get("per_layer_config")
+    per_layer = [] if table is None else _per_layer_table(table, len(layer_types))
     for key, kind, target in (("head_dim", SLIDING, "head_dim"), ("head_dim", FULL, "global_head_dim"),
                               ("num_key_value_heads", SLIDING, "num_key_value_heads"),
                               ("num_key_value_heads", FULL, "num_global_key_value_heads")):
         default = text.get(target) if text.get(target) is not None else text.get(key)
-        values = {entry.get(key, default) for entry, t in zip(per_layer, layer_types, strict=True) if t == kind}
+        values = {entry.get(key, default) for entry, t in zip(per_layer, layer_types, strict=False) if t == kind}
         if len(values) > 1:
             raise ConfigError(f"per_layer_config gives {kind} layers different {key}: {sorted(map(str, values))}; "
                               "one value per type is supported")

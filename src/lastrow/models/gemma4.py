@@ -20,7 +20,7 @@ from lastrow.kernels.rows import QueryRows
 from lastrow.kv.pool import KVPool, copy_tokens
 from lastrow.models.batch import ForwardBatch
 from lastrow.models.config import Gemma4Config
-from lastrow.models.weights import LayerWeights, ModelWeights, MoEWeights
+from lastrow.models.weights import ModelWeights, MoEWeights
 
 FULL_GROUP, SLIDING_GROUP = 0, 1
 
@@ -158,23 +158,3 @@ class Gemma4Model:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] after the final norm -> softcapped fp32 logits [R, V]."""
         return self.ops.head(hidden, self.weights.embed, self.config.final_logit_softcapping)
-
-
-def layer_weight_shapes(config: Gemma4Config, i: int) -> dict[str, tuple[int, ...]]:
-    """Shape of every field of layer i's LayerWeights (without the experts), by field name."""
-    h, d, p = config.hidden_size, config.layer_head_dim(i), config.hidden_size_per_layer_input
-    kv = config.layer_kv_heads(i) * (1 if config.layer_k_eq_v(i) else 2) if config.owns_kv(i) else 0
-    mlp = config.layer_intermediate_size(i)
-    shapes: dict[str, tuple[int, ...]] = {
-        "qkv": ((config.num_attention_heads + kv) * d, h), "o": (h, config.num_attention_heads * d), "q_norm": (d,),
-        "gate_up": (2 * mlp, h), "down": (h, mlp), "input_norm": (h,), "post_attention_norm": (h,),
-        "pre_feedforward_norm": (h,), "post_feedforward_norm": (h,), "scalar": (1,),
-    }  # fmt: skip
-    if config.owns_kv(i):
-        shapes["k_norm"] = (d,)
-    if p:
-        shapes |= {"ple_gate": (p, h), "ple_projection": (h, p), "post_ple_norm": (h,)}
-    return shapes
-
-
-__all__ = ["Gemma4Model", "LayerWeights", "ModelWeights", "layer_weight_shapes"]
