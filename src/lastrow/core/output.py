@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lastrow.core.request import FinishReason, Request
+from lastrow.core.stats import RequestMetrics
 
 FULL_GROUP, SLIDING_GROUP = 0, 1
 
@@ -19,7 +20,10 @@ class ScheduledRequest:
     sample: the last of `rows` is the row the next token is sampled from.
     block_ids: (full, sliding) block tables, indexed by position // block_size; entries of the sliding table that the window
     has passed are 0 (the null block). They are live lists: read them before the next schedule() call.
-    copies: (group, source block, destination block, tokens) to copy after each layer's K/V store: a fork's last partial block."""
+    copies: (group, source block, destination block, tokens) to copy after each layer's K/V store: a fork's last partial block.
+    No source is another copy's destination in the same step.
+    draft_token_ids: proposed tokens at positions start+1 .. start+num_tokens-1, for which every row is wanted; the step yields
+    the accepted ones and one more. `Request.token_ids` gives -1 there."""
 
     request: Request
     start: int
@@ -28,18 +32,26 @@ class ScheduledRequest:
     sample: bool
     block_ids: tuple[list[int], list[int]]
     copies: Sequence[tuple[int, int, int, int]] = ()
+    draft_token_ids: Sequence[int] = ()
+
+    @property
+    def end(self) -> int:
+        """The position after the part's last one."""
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. Decode parts (num_tokens == 1 with a row wanted) come first, then prefill parts, each in scheduling order.
+    """One step. Decode parts (num_tokens == 1, sampled, nothing of what it reads is written in this step except its own token)
+    come first, then the others, each in scheduling order. A fork's first part is never a decode part: its parent may be in the
+    same step.
 
     preempted, finished: ids of requests whose runner state (slot) can be dropped before this step."""
 
     scheduled: list[ScheduledRequest]
     num_decodes: int = 0
-    preempted: list[str] = field(default_factory=list)
-    finished: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list[str])
+    finished: list[str] = field(default_factory=list[str])
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -66,35 +78,34 @@ class ModelRunnerOutput:
     sampled_token_ids: tokens produced (one for plain decoding, more with drafts).
     logprobs: per produced token, token id -> Logprob, for requests that ask.
     prompt_logprobs: prompt position -> token id -> Logprob for that position's token (position 0 never appears).
+    draft_token_ids: proposals for the next step.
     label_logits: wanted row position -> softcapped fp32 logits of the request's label_token_ids, with the row's logsumexp
     over the whole vocabulary (None unless asked)."""
 
-    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    logprobs: dict[str, list[dict[int, Logprob]]] = field(default_factory=dict)
-    prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]] = field(default_factory=dict)
-    label_logits: dict[str, dict[int, tuple[list[float], float | None]]] = field(default_factory=dict)
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    logprobs: dict[str, list[dict[int, Logprob]]] = field(default_factory=dict[str, list[dict[int, Logprob]]])
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]] = field(default_factory=dict[str, dict[int, dict[int, Logprob]]])
+    label_logits: dict[str, dict[int, tuple[list[float], float | None]]] = field(
+        default_factory=dict[str, dict[int, tuple[list[float], float | None]]]
+    )
 
 
 @dataclass(slots=True)
-class RequestMetrics:
-    """Seconds on the monotonic clock; None until it happened. tokens: rows given to and run by the layers after the cut."""
+class EngineCoreOutput:
+    """What one step brought for one request, made by `Scheduler.update_from_output`.
 
-    arrival_time: float
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
-    finished_time: float | None = None
-    num_preemptions: int = 0
-    rows_given: int = 0
-    rows_computed: int = 0
+    new_token_ids: already cut at the stop token, which is the last one. new_logprobs: one entry per new token, if asked.
+    prompt_logprobs, label_logits: by position, as in ModelRunnerOutput; a position comes again after a preemption.
+    stop_reason: the stop token when the user named it in stop_token_ids, None for the model's own."""
 
-    @property
-    def time_in_queue(self) -> float | None:
-        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+    request: Request
+    new_token_ids: list[int] = field(default_factory=list[int])
+    new_logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
+    label_logits: dict[int, tuple[list[float], float | None]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)

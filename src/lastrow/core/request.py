@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lastrow.core.sampling_params import SamplingParams
+from lastrow.core.stats import RequestMetrics
 
 
 class RequestStatus(enum.Enum):
@@ -34,9 +35,14 @@ class Request:
 
     prompt_rows: positions of the prompt (ascending) whose final hidden state is wanted besides the sampled row: all but
     the last one for `prompt_logprobs`, label positions for decisions, none for plain generation.
-    label_token_ids: when set, the head multiplies only these rows of the token table and nothing is sampled.
+    label_token_ids: when set, the head multiplies only these rows of the token table and nothing is sampled (an empty tuple:
+    only the K/V is wanted, as for a state whose forks ask the questions).
+    stop_token_ids: the effective set: the model's (unless ignore_eos) and sampling_params.stop_token_ids.
     num_computed_tokens: tokens whose K/V is in the pool or is being written by a step that has been scheduled.
-    num_inflight_tokens: output tokens that a scheduled step will produce and whose values the host has not seen yet."""
+    num_inflight_tokens: output tokens that a scheduled step will produce and whose values the host has not seen yet.
+    draft_token_ids: proposals for the tokens after the last known one, checked by the next part.
+    block_hashes: prefix hashes of the known tokens' whole blocks, extended by the KV cache manager as needed.
+    arrival_index: order among equal arrival times, given by the scheduler."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -50,11 +56,18 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    output_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list[int])
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_inflight_tokens: int = 0
     num_preemptions: int = 0
+    draft_token_ids: list[int] = field(default_factory=list[int])
+    block_hashes: list[bytes] = field(default_factory=list[bytes])
+    arrival_index: int = 0
+    metrics: RequestMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = RequestMetrics(arrival_time=self.arrival_time)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,6 +77,16 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens, those in flight included."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_inflight_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens whose ids the host has."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def samples(self) -> bool:
+        """False for requests that end with their prompt: label rows or prompt logprobs only."""
+        return self.label_token_ids is None and self.sampling_params.max_tokens != 0
 
     @property
     def is_finished(self) -> bool:

@@ -71,16 +71,22 @@ class SamplingParams:
         need(self.min_tokens >= 0, "min_tokens", "0 or more is needed")
         need(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "None or at least 0 is needed")
         need(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens={self.max_tokens} is needed")
-        need(self.max_tokens != 0 or self.prompt_logprobs is not None or self.logprob_token_ids is not None, "max_tokens",
-             "0 needs prompt_logprobs or logprob_token_ids, else there is nothing to return")
+        need(
+            self.max_tokens != 0 or self.prompt_logprobs is not None or self.logprob_token_ids is not None,
+            "max_tokens",
+            "0 needs prompt_logprobs or logprob_token_ids, else there is nothing to return",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             need(value is None or -1 <= value <= MAX_LOGPROBS, name, f"None, -1 (all) or 0 to {MAX_LOGPROBS} is needed")
         need(all(s for s in self.stop or ()), "stop", "an empty stop string would end every output at once")
         need(all(-100.0 <= v <= 100.0 for v in (self.logit_bias or {}).values()), "logit_bias", "values in [-100, 100] are needed")
         need(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "an empty list allows nothing")
-        need(self.logprob_token_ids is None or 0 < len(self.logprob_token_ids) <= MAX_LOGPROBS, "logprob_token_ids",
-             f"1 to {MAX_LOGPROBS} ids are needed")
+        need(
+            self.logprob_token_ids is None or 0 < len(self.logprob_token_ids) <= MAX_LOGPROBS,
+            "logprob_token_ids",
+            f"1 to {MAX_LOGPROBS} ids are needed",
+        )
 
     @property
     def is_greedy(self) -> bool:

@@ -1,0 +1,428 @@
+"""Who runs in the next step: continuous batching, chunked prefill, priorities, preemption by recompute, forks.
+
+`schedule()` may be called again before the results of earlier steps have arrived: it counts what those steps will have computed
+(num_computed_tokens) and sampled (num_inflight_tokens), and the next decode part then carries token id -1."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from lastrow.core.kv_cache_manager import NO_HIT, KVCacheManager, PrefixHit
+from lastrow.core.output import EngineCoreOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from lastrow.core.request import FinishReason, Request, RequestStatus
+from lastrow.core.stats import SchedulerCounters, SchedulerStats
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step. max_model_len: prompt and output of
+    one request. max_prefill_seqs: prompts (or parts of prompts) that share one step; None is max_num_seqs.
+    enable_chunked_prefill: whether a prompt may be computed in several steps. Raises ValueError."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 8192
+    max_prefill_seqs: int | None = None
+    enable_chunked_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_seqs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: at least 1 is needed")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}: at least max_num_seqs={self.max_num_seqs} is needed, "
+                "one token for every running request"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}: without chunked prefill at least "
+                f"max_model_len={self.max_model_len} is needed"
+            )
+
+    @property
+    def prefill_limit(self) -> int:
+        return self.max_num_seqs if self.max_prefill_seqs is None else self.max_prefill_seqs
+
+
+def _order(request: Request) -> tuple[int, float, int]:
+    return request.priority, request.arrival_time, request.arrival_index
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step being put together. reserved: running decodes that have not had their token yet; prefill leaves room for them."""
+
+    budget: int
+    prefills_left: int
+    reserved: int = 0
+    decodes: list[ScheduledRequest] = field(default_factory=list[ScheduledRequest])
+    others: list[ScheduledRequest] = field(default_factory=list[ScheduledRequest])
+    preempted: list[str] = field(default_factory=list[str])
+    stuck: bool = False
+
+
+class Scheduler:
+    """Requests wait (sorted by priority, then arrival), run, and finish. Running requests are served in the same order; when
+    blocks run out, the last of them gives its blocks back and is recomputed later."""
+
+    def __init__(self, config: SchedulerConfig, kv_manager: KVCacheManager) -> None:
+        self.config = config
+        self.kv = kv_manager
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.counters = SchedulerCounters()
+        self._parked: dict[str, list[tuple[Request, int]]] = {}
+        self._parent_of: dict[str, str] = {}
+        self._forked: dict[str, Request] = {}
+        self._finished_ids: list[str] = []
+        self._num_added = 0
+        self._last_step = (0, 0)
+
+    # -- coming and going --------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request, fork_of: str | None = None, fork_num_tokens: int = 0) -> None:
+        """Queues a request. fork_of: a request whose first fork_num_tokens tokens this one shares instead of computing them; it
+        waits until they are computed (in the same step at the earliest), and is an ordinary request if the parent ends before.
+        Raises ValueError, naming the limit, if the request can never run."""
+        self._check(request)
+        parent = None
+        if fork_of is not None:
+            parent = self._check_fork(request, fork_of, fork_num_tokens)
+        request.arrival_index = self._num_added
+        self._num_added += 1
+        self.requests[request.request_id] = request
+        if parent is not None and parent.num_computed_tokens < fork_num_tokens:
+            self._parked.setdefault(parent.request_id, []).append((request, fork_num_tokens))
+            self._parent_of[request.request_id] = parent.request_id
+        else:
+            if parent is not None:
+                self._fork(parent, request, fork_num_tokens)
+            insort(self.waiting, request, key=_order)
+
+    def _check(self, request: Request) -> None:
+        name, prompt, limit = f"request {request.request_id}", request.num_prompt_tokens, self.config.max_model_len
+        if request.request_id in self.requests:
+            raise ValueError(f"{name}: a request with this id is not finished yet")
+        if prompt == 0:
+            raise ValueError(f"{name}: the prompt is empty, at least one token is needed")
+        rows = list(request.prompt_rows)
+        if any(a >= b for a, b in pairwise(rows)) or (rows and not 0 <= rows[0] <= rows[-1] < prompt):
+            raise ValueError(f"{name}: prompt_rows must be ascending positions of its {prompt} prompt tokens")
+        if prompt > limit - (1 if request.samples else 0):
+            raise ValueError(
+                f"{name}: the prompt has {prompt} tokens, max_model_len={limit} allows {limit - 1} (one is left for the output)"
+                if request.samples
+                else f"{name}: the prompt has {prompt} tokens, max_model_len={limit} allows {limit}"
+            )
+        # The last sampled token is never fed back, so it needs no K/V.
+        most = max(prompt, prompt + self._max_output_tokens(request) - 1)
+        need = self.kv.config.blocks_needed(most, self.config.enable_chunked_prefill)
+        for group, pool, blocks in zip(("full", "sliding"), self.kv.pools, need, strict=True):
+            if blocks > pool.num_usable_blocks:
+                raise ValueError(
+                    f"{name}: {most} tokens (prompt {prompt} and output) need {blocks} blocks of the {group} group, the whole pool has "
+                    f"{pool.num_usable_blocks}; lower max_tokens or give the KV cache more memory"
+                )
+
+    def _check_fork(self, request: Request, fork_of: str, num_tokens: int) -> Request:
+        name, parent = f"request {request.request_id}", self.requests.get(fork_of)
+        if parent is None:
+            raise ValueError(f"{name}: the request {fork_of} it forks from is unknown or finished")
+        if not 0 < num_tokens < request.num_prompt_tokens or num_tokens > parent.num_known_tokens:
+            raise ValueError(
+                f"{name}: fork_num_tokens is {num_tokens}: 1 to {min(request.num_prompt_tokens - 1, parent.num_known_tokens)} is needed"
+            )
+        if request.cache_salt != parent.cache_salt:
+            raise ValueError(f"{name}: a fork needs the cache_salt of its parent {fork_of}")
+        if request.prompt_rows and request.prompt_rows[0] < num_tokens:
+            raise ValueError(f"{name}: prompt_rows starts at {request.prompt_rows[0]}, inside the {num_tokens} shared tokens")
+        if request.prompt_token_ids[:num_tokens] != parent.token_ids(0, num_tokens):
+            raise ValueError(f"{name}: its first {num_tokens} tokens are not those of its parent {fork_of}")
+        return parent
+
+    def finish_request(
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT, stop_reason: int | str | None = None
+    ) -> Request | None:
+        """Ends a request in any state and frees its blocks; tokens of it that still arrive are dropped. None if unknown."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request_id in self._parent_of:
+            siblings = self._parked[self._parent_of.pop(request_id)]
+            siblings[:] = [fork for fork in siblings if fork[0] is not request]
+        else:
+            del self.waiting[bisect_left(self.waiting, _order(request), key=_order)]
+        self._forked.pop(request_id, None)
+        for child, _ in self._parked.pop(request_id, ()):
+            del self._parent_of[child.request_id]
+            insort(self.waiting, child, key=_order)
+        self.kv.free(request)
+        request.status, request.finish_reason, request.stop_reason = RequestStatus.FINISHED, reason, stop_reason
+        request.num_inflight_tokens = 0
+        request.metrics.finished_time = time.monotonic()
+        self._finished_ids.append(request_id)
+        self.counters.finished_requests += 1
+        return request
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
+        """Ends those of the requests that are not finished yet."""
+        return [request for request_id in request_ids if (request := self.finish_request(request_id)) is not None]
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self._parent_of)
+
+    def stats(self) -> SchedulerStats:
+        prefix = self.kv.prefix_cache_stats
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=self.num_waiting,
+            num_scheduled_tokens=self._last_step[0],
+            num_decodes=self._last_step[1],
+            kv_usage=(self.kv.pools[0].usage, self.kv.pools[1].usage),
+            prefix_cache_queries=prefix.queries,
+            prefix_cache_hits=prefix.hits,
+            num_preemptions=self.counters.preemptions,
+        )
+
+    # -- one step ----------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step. Empty while requests are unfinished only if steps are in flight whose results must come first."""
+        step = _Step(self.config.max_num_batched_tokens, self.config.prefill_limit)
+        self._schedule_running(step)
+        if not step.stuck and not step.preempted:
+            self._schedule_waiting(step)
+        parts = step.decodes + step.others
+        self.kv.end_step(part.request for part in parts)
+        finished, self._finished_ids = self._finished_ids, []
+        output = SchedulerOutput(parts, len(step.decodes), step.preempted, finished)
+        self._last_step = (output.total_num_scheduled_tokens, output.num_decodes)
+        if parts:
+            self.counters.steps += 1
+            self.counters.scheduled_tokens += self._last_step[0]
+            self.counters.scheduled_rows += sum(len(part.rows) for part in parts)
+            self.counters.decode_tokens += self._last_step[1]
+        return output
+
+    def _max_output_tokens(self, request: Request) -> int:
+        if not request.samples:
+            return 0
+        room = self.config.max_model_len - request.num_prompt_tokens
+        wanted = request.sampling_params.max_tokens
+        return room if wanted is None else min(wanted, room)
+
+    def _num_to_compute(self, request: Request) -> tuple[int, int]:
+        """(tokens, of which drafts) a running request could compute now; (0, 0) while it must wait for tokens in flight."""
+        tokens = max(0, request.num_tokens - request.num_computed_tokens)
+        if not request.samples or tokens == 0:
+            return tokens, 0
+        left = self._max_output_tokens(request) - len(request.output_token_ids) - request.num_inflight_tokens
+        if request.num_inflight_tokens:
+            return (0, 0) if left <= 0 or request.sampling_params.needs_output_history else (tokens, 0)
+        drafts = min(len(request.draft_token_ids), left - 1) if tokens == 1 else 0
+        return tokens + drafts, drafts
+
+    def _schedule_running(self, step: _Step) -> None:
+        work = [(request, *self._num_to_compute(request)) for request in self.running]
+        step.reserved = sum(1 for request, tokens, drafts in work if request.samples and tokens - drafts == 1)
+        for request, tokens, drafts in work:
+            is_decode = request.samples and tokens - drafts == 1
+            step.reserved -= is_decode
+            if tokens == 0 or request.status is not RequestStatus.RUNNING:
+                continue
+            limit = min(tokens, step.budget - step.reserved)
+            if limit <= 0 or (not is_decode and step.prefills_left == 0):
+                continue
+            self.kv.trim(request)
+            while (fit := self.kv.num_fit(request, limit)) == 0 and self._make_room(request, step):
+                pass
+            if fit == 0:
+                # Going on with later requests would only let them take what this one waits for.
+                step.stuck = True
+                return
+            self._add_part(request, fit, step, request.draft_token_ids[: max(0, fit - 1)] if drafts else [])
+
+    def _make_room(self, request: Request, step: _Step) -> bool:
+        """Frees blocks for a running request: those kept for forks that have not started, else those of the last request after
+        it that has nothing in flight (a step in flight still brings a token for the others)."""
+        if self._release_fork():
+            return True
+        for victim in reversed(self.running):
+            if victim is request:
+                break
+            if victim.num_inflight_tokens == 0 and victim.num_computed_tokens < victim.num_tokens:
+                self._preempt(victim, step)
+                return True
+        return False
+
+    def _preempt(self, request: Request, step: _Step) -> None:
+        self.running.remove(request)
+        self.kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.draft_token_ids = []
+        request.num_preemptions += 1
+        request.metrics.num_preemptions += 1
+        self.counters.preemptions += 1
+        step.preempted.append(request.request_id)
+        insort(self.waiting, request, key=_order)
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        passed_over: list[Request] = []
+        chunked = self.config.enable_chunked_prefill
+        while self.waiting and step.budget > 0 and step.prefills_left > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[0]
+            if self.kv.must_wait(request):
+                passed_over.append(self.waiting.pop(0))
+                continue
+            holds = self.kv.holds_blocks(request)
+            hit = NO_HIT if holds else self.kv.match_prefix(request)
+            tokens = request.num_tokens - (request.num_computed_tokens if holds else hit.num_tokens)
+            limit = min(tokens, step.budget)
+            fit = self.kv.num_fit(request, limit, hit)
+            if limit < tokens and not chunked:
+                break
+            if fit == 0 or (fit < tokens and not chunked) or not self.kv.can_complete(request, hit, chunked):
+                if not self.running and self._release_fork():
+                    continue
+                break
+            self.waiting.pop(0)
+            self._admit(request, hit, holds)
+            self._add_part(request, fit, step)
+        for request in passed_over:
+            insort(self.waiting, request, key=_order)
+
+    def _admit(self, request: Request, hit: PrefixHit, holds: bool) -> None:
+        first_time = request.metrics.first_scheduled_time is None
+        if not holds:
+            self.kv.admit(request, hit)
+            if first_time and self.kv.enable_prefix_caching:
+                self.kv.prefix_cache_stats.record(request.num_tokens, hit.num_tokens)
+        self._forked.pop(request.request_id, None)
+        if first_time:
+            request.num_cached_tokens = request.num_computed_tokens
+            request.metrics.first_scheduled_time = time.monotonic()
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=_order)
+
+    def _add_part(self, request: Request, num_tokens: int, step: _Step, drafts: list[int] | None = None) -> None:
+        start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        first_of_fork = self.kv.is_unstarted_fork(request)
+        copies = self.kv.allocate(request, num_tokens)
+        known = request.num_tokens
+        sample = request.samples and end >= known
+        rows = list(request.prompt_rows[bisect_left(request.prompt_rows, start) : bisect_left(request.prompt_rows, end)])
+        if sample:
+            rows += [row for row in range(known - 1, end) if not rows or row > rows[-1]]
+        part = ScheduledRequest(request, start, num_tokens, rows, sample, self.kv.block_ids(request), copies, drafts or ())
+        request.num_computed_tokens = end
+        request.num_inflight_tokens += sample
+        request.draft_token_ids = []
+        request.metrics.rows_given += num_tokens
+        request.metrics.rows_computed += len(rows)
+        step.budget -= num_tokens
+        if sample and num_tokens == 1 and not first_of_fork:
+            step.decodes.append(part)
+        else:
+            step.others.append(part)
+        step.prefills_left -= not (sample and num_tokens - len(part.draft_token_ids) == 1)
+        self._fork_ready(request)
+
+    # -- forks -------------------------------------------------------------------------------------------------------------
+
+    def _fork_ready(self, parent: Request) -> None:
+        """Lets the forks go whose tokens the parent has computed, those of the part just scheduled included."""
+        parked = self._parked.get(parent.request_id)
+        if not parked:
+            return
+        for child, num_tokens in [fork for fork in parked if fork[1] <= parent.num_computed_tokens]:
+            parked.remove((child, num_tokens))
+            del self._parent_of[child.request_id]
+            self._fork(parent, child, num_tokens)
+            insort(self.waiting, child, key=_order)
+
+    def _fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        if self.kv.fork(parent, child, num_tokens):
+            self._forked[child.request_id] = child
+            self.counters.forked_tokens += num_tokens
+
+    def _release_fork(self) -> bool:
+        """Takes the blocks from the last fork that has not started; it becomes an ordinary waiting request."""
+        if not self._forked:
+            return False
+        child = max(self._forked.values(), key=_order)
+        del self._forked[child.request_id]
+        self.kv.free(child)
+        child.num_computed_tokens = 0
+        return True
+
+    # -- results -----------------------------------------------------------------------------------------------------------
+
+    def update_from_output(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Takes in one step's results, steps in the order they were scheduled. Results for requests that have ended meanwhile
+        are dropped. One entry per request that got something: tokens, prompt logprobs, label logits, or its end."""
+        outputs: list[EngineCoreOutput] = []
+        for part in step.scheduled:
+            request = part.request
+            if self.requests.get(request.request_id) is not request:
+                continue
+            output = EngineCoreOutput(request)
+            output.prompt_logprobs = result.prompt_logprobs.get(request.request_id)
+            output.label_logits = result.label_logits.get(request.request_id)
+            if part.sample:
+                self._take_tokens(part, result, output)
+            elif not request.samples and part.end == request.num_prompt_tokens:
+                output.finish_reason = FinishReason.STOP if request.label_token_ids is not None else FinishReason.LENGTH
+            if output.finish_reason is not None:
+                self.finish_request(request.request_id, output.finish_reason, output.stop_reason)
+            if output.new_token_ids or output.prompt_logprobs or output.label_logits or output.finish_reason is not None:
+                outputs.append(output)
+        return outputs
+
+    def _take_tokens(self, part: ScheduledRequest, result: ModelRunnerOutput, output: EngineCoreOutput) -> None:
+        request = part.request
+        tokens = result.sampled_token_ids[request.request_id]
+        if not 1 <= len(tokens) <= 1 + len(part.draft_token_ids):
+            raise ValueError(
+                f"request {request.request_id}: {len(tokens)} sampled tokens for a part with {len(part.draft_token_ids)} drafts, "
+                f"1 to {1 + len(part.draft_token_ids)} are possible"
+            )
+        request.num_inflight_tokens -= 1
+        # Rejected drafts were computed for nothing: their slots are written again.
+        request.num_computed_tokens -= 1 + len(part.draft_token_ids) - len(tokens)
+        now = time.monotonic()
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        request.metrics.last_token_time = now
+        for token in tokens:
+            request.output_token_ids.append(token)
+            output.new_token_ids.append(token)
+            self._check_stop(request, token, output)
+            if output.finish_reason is not None:
+                break
+        self.counters.generated_tokens += len(output.new_token_ids)
+        logprobs = result.logprobs.get(request.request_id)
+        output.new_logprobs = None if logprobs is None else logprobs[: len(output.new_token_ids)]
+        request.draft_token_ids = result.draft_token_ids.get(request.request_id, [])
+
+    def _check_stop(self, request: Request, token: int, output: EngineCoreOutput) -> None:
+        count = len(request.output_token_ids)
+        if token in request.stop_token_ids and count >= request.sampling_params.min_tokens:
+            output.finish_reason = FinishReason.STOP
+            output.stop_reason = token if token in (request.sampling_params.stop_token_ids or ()) else None
+        elif count >= self._max_output_tokens(request):
+            output.finish_reason = FinishReason.LENGTH
