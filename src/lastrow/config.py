@@ -1,0 +1,102 @@
+"""EngineConfig: every engine option once. The command line, the server and `LLM(**options)` are derived from it.
+
+Standard library only. Flag names are vLLM's where vLLM has the flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from lastrow.models.config import ConfigError
+
+T = TypeVar("T")
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+DTYPES = ("auto", "bfloat16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "reference", "triton")
+KV_CACHE_DTYPES = ("auto", "int8_per_token_head", "fp8_per_token_head")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+
+
+def _flag(default: T, help: str, *, choices: Sequence[str] = (), size: bool = False) -> T:
+    """A field that is a command-line flag. size: accepts 32k, 1.5m, 24G (see `parse_size`)."""
+    return field(default=default, metadata={"help": help, "choices": tuple(choices), "size": size})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of one engine. Raises ConfigError on construction, naming the field, its value and what would be right."""
+
+    model: str = "tiny-e"
+    revision: str | None = _flag(None, "branch, tag or commit of a hub model")
+    load_format: str = _flag("auto", "auto reads safetensors; dummy makes random weights and downloads nothing", choices=LOAD_FORMATS)
+    shape: str | None = _flag(None, "named shape for --load-format dummy: e2b, e4b, 31b, 26b-a4b, e2b-eighth")
+    dtype: str = _flag("auto", "auto is float32 on a CPU and bfloat16 on a GPU", choices=DTYPES)
+    device: str = _flag("auto", "auto takes a GPU when there is one", choices=DEVICES)
+    backend: str = _flag("auto", "kernels: auto is triton on a GPU and reference (torch) on a CPU", choices=BACKENDS)
+    max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; default: what the model was made for", size=True)
+    max_num_seqs: int = _flag(256, "most requests in one step", size=True)
+    max_num_batched_tokens: int = _flag(8192, "most tokens in one step", size=True)
+    max_prefill_seqs: int | None = _flag(None, "most prompts that share one prefill forward; default: no limit of its own", size=True)
+    scheduling_policy: str = _flag("fcfs", "order of waiting requests", choices=SCHEDULING_POLICIES)
+    block_size: int = _flag(16, "tokens of one K/V block")
+    kv_cache_dtype: str = _flag("auto", "storage of keys and values; auto is the model's dtype", choices=KV_CACHE_DTYPES)
+    gpu_memory_utilization: float = _flag(0.9, "share of the card that weights, activations and K/V may take")
+    kv_cache_memory_bytes: int | None = _flag(None, "bytes of the K/V pool; wins over --gpu-memory-utilization", size=True)
+    enable_prefix_caching: bool = _flag(True, "reuse the K/V of prompts that begin alike")
+    enforce_eager: bool = _flag(False, "no CUDA graphs")
+    batch_invariant: bool = _flag(False, "bit-identical results alone, in any batch and in any chunking")
+    seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse values that no model could run with. What depends on the model is checked when its config is read."""
+
+        def need(ok: bool, name: str, right: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: {right}")
+
+        for item in fields(self):
+            choices = item.metadata.get("choices", ())
+            need(not choices or getattr(self, item.name) in choices, item.name, f"one of {', '.join(choices)} is needed")
+        need(bool(self.model), "model", "a folder, a hub id or tiny-e is needed")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            need(_is_count(getattr(self, name)), name, "a positive integer is needed")
+        for name in ("max_model_len", "max_prefill_seqs", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            need(value is None or _is_count(value), name, "None or a positive integer is needed")
+        need(self.block_size & (self.block_size - 1) == 0, "block_size", "a power of two is needed")
+        need(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            f"at least max_num_seqs={self.max_num_seqs} is needed, so that every running request can decode in one step",
+        )
+        need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "a share in (0, 1] is needed")
+        need(-(2**63) <= self.seed < 2**64, "seed", "an integer of at most 64 bits is needed")
+        need(self.shape is None or self.load_format == "dummy", "shape", "a named shape has no weights: add load_format=dummy")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Read a size as vLLM does: `32k` is 32,000 and `32K` 32,768; m/M, g/G, t/T likewise; `1.5k` and `1.5K` are allowed.
+
+    Raises ValueError with what would be right."""
+    number, factor = (text[:-1], SUFFIXES[text[-1]]) if text[-1:] in SUFFIXES else (text, 1)
+    try:
+        size = float(number) * factor if "." in number else int(number) * factor
+    except ValueError:
+        raise ValueError(f"{text!r} is no size: write 4096, 32k (32,000) or 32K (32,768); m, M, g, G likewise") from None
+    if size != int(size):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(size)
