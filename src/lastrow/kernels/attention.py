@@ -15,13 +15,14 @@ QUERY_CHUNK = 256  # rows per call: bounds the mask and lets sliding layers skip
 def reference(q: torch.Tensor, kv: PagedKV, rows: QueryRows, block_table: torch.Tensor, window: int) -> torch.Tensor:
     """q [N, heads, d] -> [N, heads, d]. Scale 1.0. A row at position p reads keys 0..p, or p-window+1..p when window > 0.
 
-    block_table [S, max_blocks] int32 is that of the layer's group."""
+    block_table [slots, max_blocks] int32 is that of the layer's group; a sequence's row in it is rows.seq_index."""
     out = torch.empty_like(q)
     first = 0
-    for sequence, count in enumerate(rows.q_lens):
+    for count in rows.q_lens:
+        blocks = block_table[int(rows.seq_index[first])]
         for start in range(first, first + count, QUERY_CHUNK):
             end = min(start + QUERY_CHUNK, first + count)
-            out[start:end] = _attend(q[start:end], kv, block_table[sequence], rows.positions[start:end], window)
+            out[start:end] = _attend(q[start:end], kv, blocks, rows.positions[start:end], window)
         first += count
     return out
 
