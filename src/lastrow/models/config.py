@@ -131,27 +131,45 @@ def check(c: Gemma4Config) -> None:
         if not ok:
             raise ConfigError(message)
 
-    for field in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
-                  "num_key_value_heads", "head_dim", "global_head_dim", "sliding_window", "max_position_embeddings"):
+    for field in (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "global_head_dim",
+        "sliding_window",
+        "max_position_embeddings",
+    ):
         value = getattr(c, field)
         need(isinstance(value, int) and value > 0, f"{field} is {value!r}: a positive integer is needed")
-    need(len(c.layer_types) == c.num_hidden_layers,
-         f"layer_types has {len(c.layer_types)} entries for num_hidden_layers={c.num_hidden_layers}: one per layer is needed")
+    need(
+        len(c.layer_types) == c.num_hidden_layers,
+        f"layer_types has {len(c.layer_types)} entries for num_hidden_layers={c.num_hidden_layers}: one per layer is needed",
+    )
     unknown = sorted(set(c.layer_types) - {FULL, SLIDING})
     need(not unknown, f"layer_types holds {unknown}: only {SLIDING!r} and {FULL!r} exist in Gemma 4")
-    need(0 <= c.num_kv_shared_layers < c.num_hidden_layers,
-         f"num_kv_shared_layers is {c.num_kv_shared_layers} of {c.num_hidden_layers} layers: at least one layer must own K/V")
+    need(
+        0 <= c.num_kv_shared_layers < c.num_hidden_layers,
+        f"num_kv_shared_layers is {c.num_kv_shared_layers} of {c.num_hidden_layers} layers: at least one layer must own K/V",
+    )
     first_shared = c.num_hidden_layers - c.num_kv_shared_layers
     for i in range(first_shared, c.num_hidden_layers):
-        need(c.layer_types[i] in c.layer_types[:first_shared],
-             f"layer {i} shares K/V but no earlier owner has type {c.layer_types[i]!r}: "
-             f"give layers 0-{first_shared - 1} one layer of that type or lower num_kv_shared_layers")
+        need(
+            c.layer_types[i] in c.layer_types[:first_shared],
+            f"layer {i} shares K/V but no earlier owner has type {c.layer_types[i]!r}: "
+            f"give layers 0-{first_shared - 1} one layer of that type or lower num_kv_shared_layers",
+        )
     for dim in (c.head_dim, c.global_head_dim):
         need(dim % 2 == 0, f"head dim {dim} is odd: RoPE rotates pairs")
     for layer in range(c.num_hidden_layers):
         heads = c.layer_kv_heads(layer)
-        need(c.num_attention_heads % heads == 0,
-             f"num_attention_heads={c.num_attention_heads} is no multiple of the {heads} K/V heads of layer {layer}")
+        need(
+            c.num_attention_heads % heads == 0,
+            f"num_attention_heads={c.num_attention_heads} is no multiple of the {heads} K/V heads of layer {layer}",
+        )
     need(not (c.attention_k_eq_v and c.num_kv_shared_layers), "attention_k_eq_v with num_kv_shared_layers > 0: no Gemma 4 has both")
     if c.is_moe:
         need(0 < c.top_k_experts <= c.num_experts, f"top_k_experts is {c.top_k_experts} of num_experts={c.num_experts}")
@@ -173,7 +191,7 @@ def from_dict(raw: dict[str, Any], name: str = "") -> Gemma4Config:
     layer_types = text.get("layer_types")
     if layer_types is None:  # the rule of the class defaults, spec section 1.2
         layer_types = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(layers)]
-        layer_types[-1] = FULL
+    layer_types = [*layer_types[:-1], FULL]  # transformers forces the last layer, whatever the file says
     heads = _head_shapes(text, tuple(layer_types))
     if (text.get("hidden_activation") or "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise ConfigError(f"hidden_activation is {text['hidden_activation']!r}: only 'gelu_pytorch_tanh' is supported")
@@ -205,7 +223,7 @@ def from_dict(raw: dict[str, Any], name: str = "") -> Gemma4Config:
         rms_norm_eps=text.get("rms_norm_eps", 1e-6),
         rope_theta_sliding=sliding_rope.get("rope_theta", 10_000.0),
         rope_theta_full=full_rope.get("rope_theta", 1_000_000.0),
-        partial_rotary_factor=full_rope.get("partial_rotary_factor", 0.25),
+        partial_rotary_factor=full_rope.get("partial_rotary_factor", 1.0 if full_rope else 0.25),
         final_logit_softcapping=text.get("final_logit_softcapping"),
         num_experts=(text.get("num_experts") or 0) if moe else 0,
         top_k_experts=(text.get("top_k_experts") or 0) if moe else 0,
@@ -246,14 +264,18 @@ def _head_shapes(text: dict[str, Any], layer_types: tuple[str, ...]) -> dict[str
     shapes = {key: text.get(key) for key in ("head_dim", "global_head_dim", "num_key_value_heads", "num_global_key_value_heads")}
     table = text.get("per_layer_config")
     per_layer = [] if table is None else _per_layer_table(table, len(layer_types))
-    for key, kind, target in (("head_dim", SLIDING, "head_dim"), ("head_dim", FULL, "global_head_dim"),
-                              ("num_key_value_heads", SLIDING, "num_key_value_heads"),
-                              ("num_key_value_heads", FULL, "num_global_key_value_heads")):
+    for key, kind, target in (
+        ("head_dim", SLIDING, "head_dim"),
+        ("head_dim", FULL, "global_head_dim"),
+        ("num_key_value_heads", SLIDING, "num_key_value_heads"),
+        ("num_key_value_heads", FULL, "num_global_key_value_heads"),
+    ):
         default = text.get(target) if text.get(target) is not None else text.get(key)
         values = {entry.get(key, default) for entry, t in zip(per_layer, layer_types, strict=False) if t == kind}
         if len(values) > 1:
-            raise ConfigError(f"per_layer_config gives {kind} layers different {key}: {sorted(map(str, values))}; "
-                              "one value per type is supported")
+            raise ConfigError(
+                f"per_layer_config gives {kind} layers different {key}: {sorted(map(str, values))}; one value per type is supported"
+            )
         if values:
             shapes[target] = values.pop()
     if shapes["num_key_value_heads"] is None and shapes["num_global_key_value_heads"] is not None:
@@ -261,8 +283,10 @@ def _head_shapes(text: dict[str, Any], layer_types: tuple[str, ...]) -> dict[str
     if not text.get("attention_k_eq_v"):
         glob = shapes["num_global_key_value_heads"]
         if glob is not None and per_layer and glob != shapes["num_key_value_heads"]:
-            raise ConfigError(f"full layers have {glob} K/V heads and sliding ones {shapes['num_key_value_heads']} "
-                              "without attention_k_eq_v: no Gemma 4 has that")
+            raise ConfigError(
+                f"full layers have {glob} K/V heads and sliding ones {shapes['num_key_value_heads']} "
+                "without attention_k_eq_v: no Gemma 4 has that"
+            )
         shapes["num_global_key_value_heads"] = None
     for key in ("head_dim", "global_head_dim", "num_key_value_heads"):
         if shapes[key] is None:
@@ -273,16 +297,22 @@ def _head_shapes(text: dict[str, Any], layer_types: tuple[str, ...]) -> dict[str
 def _per_layer_table(table: dict[str, Any], layers: int) -> list[dict[str, Any]]:
     if not isinstance(table, dict):
         raise ConfigError(f"per_layer_config is a {type(table).__name__}: a JSON object from layer index to overrides is needed")
-    beyond = sorted(key for key in table if not str(key).isdigit() or int(key) >= layers)
+    beyond = sorted(str(key) for key in table if not str(key).isdigit() or int(key) >= layers)
     if beyond:
         raise ConfigError(f"per_layer_config names layers {beyond}: the model has layers 0-{layers - 1}")
-    return [table.get(str(i)) or {} for i in range(layers)]
+    by_layer = {int(key): entry or {} for key, entry in table.items()}  # transformers pads the keys: "04" in a model of 35 layers
+    other = sorted({name for entry in by_layer.values() for name in entry} - {"head_dim", "num_key_value_heads"})
+    if other:
+        raise ConfigError(f"per_layer_config overrides {other}: only head_dim and num_key_value_heads differ between Gemma 4 layers")
+    return [by_layer.get(i, {}) for i in range(layers)]
 
 
 def _check_rope(rope: dict[str, Any], expected: str, kind: str) -> None:
     got = rope.get("rope_type", expected)
     if got != expected:
         raise ConfigError(f"rope_parameters.{kind}.rope_type is {got!r}: Gemma 4 uses {expected!r}")
+    if rope.get("factor", 1.0) != 1.0:
+        raise ConfigError(f"rope_parameters.{kind}.factor is {rope['factor']}: stretched positions are not supported, only 1.0")
 
 
 def _required(text: dict[str, Any], key: str, kind: str) -> int:

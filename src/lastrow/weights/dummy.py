@@ -44,5 +44,3 @@ def dummy_weights(
         of_layer = layer_shapes(config, i)
         weights.layers.append(pack_layer(config, i, lambda name, of_layer=of_layer: make(name, of_layer[name]), pack_gate_up))
     return weights
-
-
