@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -66,7 +66,7 @@ class Gemma4Config:
         A sharing layer reads the last owner of its own attention type (spec section 2.8)."""
         first_shared = self.num_hidden_layers - self.num_kv_shared_layers
         last_owner: dict[str, int] = {}
-        source = []
+        source: list[int] = []
         for i, kind in enumerate(self.layer_types):
             if i < first_shared:
                 last_owner[kind] = i
@@ -201,8 +201,9 @@ def from_dict(raw: dict[str, Any], name: str = "") -> Gemma4Config:
         raise ConfigError("use_bidirectional_attention is 'all' (an embedding model): lastrow runs causal models only")
     if not raw.get("tie_word_embeddings", text.get("tie_word_embeddings", True)):
         raise ConfigError("tie_word_embeddings is false: the head of Gemma 4 is its token table")
-    rope = text.get("rope_parameters") or {}
-    sliding_rope, full_rope = rope.get(SLIDING) or {}, rope.get(FULL) or {}
+    rope: dict[str, dict[str, Any]] = text.get("rope_parameters") or {}
+    sliding_rope: dict[str, Any] = rope.get(SLIDING) or {}
+    full_rope: dict[str, Any] = rope.get(FULL) or {}
     _check_rope(sliding_rope, "default", SLIDING)
     _check_rope(full_rope, "proportional", FULL)
     moe = bool(text.get("enable_moe_block"))
@@ -242,15 +243,15 @@ def from_file(path: str | Path) -> Gemma4Config:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw: object = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; a checkpoint folder holds config.json") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: holds a {type(raw).__name__}, a JSON object is needed")
+        raise ConfigError(f"{file}: holds a JSON {type(raw).__name__}, an object is needed")
     try:
-        return from_dict(raw, name=file.parent.name)
+        raise ConfigError(f"{file}: holds a JSON {type(raw).__name__}, an object is needed")
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
@@ -294,13 +295,16 @@ def _head_shapes(text: dict[str, Any], layer_types: tuple[str, ...]) -> dict[str
     return shapes
 
 
-def _per_layer_table(table: dict[str, Any], layers: int) -> list[dict[str, Any]]:
-    if not isinstance(table, dict):
-        raise ConfigError(f"per_layer_config is a {type(table).__name__}: a JSON object from layer index to overrides is needed")
+def _per_layer_table(found: object, layers: int) -> list[dict[str, Any]]:
+    if not isinstance(found, dict):
+        raise ConfigError(f"per_layer_config is a {type(found).__name__}: a JSON object from layer index to overrides is needed")
+    table = cast("dict[str | int, dict[str, Any] | None]", found)
     beyond = sorted(str(key) for key in table if not str(key).isdigit() or int(key) >= layers)
     if beyond:
         raise ConfigError(f"per_layer_config names layers {beyond}: the model has layers 0-{layers - 1}")
-    by_layer = {int(key): entry or {} for key, entry in table.items()}  # transformers pads the keys: "04" in a model of 35 layers
+    by_layer: dict[int, dict[str, Any]] = {
+        int(key): entry or {} for key, entry in table.items()
+    }  # transformers pads the keys: "04" in a model of 35 layers
     other = sorted({name for entry in by_layer.values() for name in entry} - {"head_dim", "num_key_value_heads"})
     if other:
         raise ConfigError(f"per_layer_config overrides {other}: only head_dim and num_key_value_heads differ between Gemma 4 layers")
