@@ -189,7 +189,7 @@ def test_a_shape_that_cannot_run_is_refused_with_its_reason(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(None, "no such file; a checkpoint folder holds config.json"), ("{", "not readable as JSON"), ("[1]", "holds a JSON list, an object"),
+    [(None, "no such file; a checkpoint folder holds config.json"), ("{", "not readable as JSON"), ("[1]", "holds no JSON object"),
      (json.dumps(E2B | {"layer_types": 7}), "a field has the wrong type"), (json.dumps({"model_type": "llama"}), "model_type is 'llama'")],
 )  # fmt: skip
 def test_a_bad_file_gives_one_line_with_its_path(tmp_path: Path, content: str | None, reason: str) -> None:

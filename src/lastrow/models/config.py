@@ -249,9 +249,9 @@ def from_file(path: str | Path) -> Gemma4Config:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: holds a JSON {type(raw).__name__}, an object is needed")
+        raise ConfigError(f"{file}: holds no JSON object")
     try:
-        raise ConfigError(f"{file}: holds a JSON {type(raw).__name__}, an object is needed")
+        return from_dict(cast("dict[str, Any]", raw), name=file.parent.name)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
