@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from lastrow.kernels._triton import cdiv, jit, next_power_of_2, round_to, tl
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension; fp32 inside, one rounding to x.dtype. The weight is plain w, not 1 + w."""
@@ -31,3 +33,51 @@ def reference(
     if scalar is not None:
         x = x * scalar
     return x, None if pre_weight is None else rms_norm(x, pre_weight, eps)
+
+
+@jit
+def add_norm_kernel(
+    h_ptr, x_ptr, post_ptr, pre_ptr, scalar_ptr, out_ptr, next_ptr, rows, eps,
+    H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_SCALAR: tl.constexpr, HAS_PRE: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows per program. Rounds where the reference rounds, so in bf16 the two differ by summation order only."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, BLOCK)
+    inside = c < H
+    mask = (r < rows)[:, None] & inside[None, :]
+    offset = r[:, None] * H + c[None, :]
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    h = tl.load(h_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    post = tl.load(post_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(h * h, 1) / H + eps)
+    x = round_to(x + round_to(h * rstd[:, None] * post[None, :], dtype), dtype)
+    if HAS_SCALAR:
+        x = round_to(x * tl.load(scalar_ptr).to(tl.float32), dtype)
+    tl.store(out_ptr + offset, x.to(dtype), mask=mask)
+    if HAS_PRE:
+        pre = tl.load(pre_ptr + c, mask=inside, other=0.0).to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / H + eps)
+        tl.store(next_ptr + offset, (x * rstd[:, None] * pre[None, :]).to(dtype), mask=mask)
+
+
+def triton(
+    h: torch.Tensor,
+    x: torch.Tensor,
+    post_weight: torch.Tensor,
+    pre_weight: torch.Tensor | None,
+    scalar: torch.Tensor | None,
+    eps: float,
+    *,
+    rows: int = 1,
+    warps: int = 4,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`reference` in one pass; x is overwritten and returned."""
+    tokens, hidden = x.shape
+    following = None if pre_weight is None else torch.empty_like(x)
+    if tokens:
+        add_norm_kernel[(cdiv(tokens, rows),)](
+            h, x, post_weight, pre_weight, scalar, x, following, tokens, eps,
+            hidden, next_power_of_2(hidden), rows, scalar is not None, pre_weight is not None, num_warps=warps,
+        )  # fmt: skip
+    return x, following

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lastrow.kernels._triton import jit, tl
+
 INT8_MAX = 127.0
 FP8_MAX = 448.0  # largest float8_e4m3fn
 SCALE_FLOOR = 1e-12  # keeps an all-zero head from dividing by zero; its values quantize to 0 and come back as 0
@@ -30,6 +32,13 @@ class PagedKV:
     @property
     def is_quantized(self) -> bool:
         return self.k_scale is not None
+
+    @property
+    def quant_max(self) -> float:
+        """Largest stored value of an 8-bit format; 0 in the activation dtype."""
+        if self.k_scale is None:
+            return 0.0
+        return INT8_MAX if self.k.dtype is torch.int8 else FP8_MAX
 
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
@@ -74,3 +83,40 @@ def load(kv: PagedKV, blocks: torch.Tensor, first: int, last: int, dtype: torch.
         return (x.float() * scale[wanted].flatten(0, 1)[offset : offset + last - first].unsqueeze(-1)).to(dtype)
 
     return gather(kv.k, kv.k_scale), gather(kv.v, kv.v_scale)
+
+
+@jit
+def finite(x):
+    """Non-finite values become 0. Attention multiplies masked keys by 0, and 0 * NaN would spread from a stale slot to
+    whoever gets its block next, so the kernels store finite K/V in every format."""
+    return tl.where(tl.abs(x) <= 3.4028234663852886e38, x, 0.0)
+
+
+@jit
+def store_heads(
+    a, b, cache_ptr, scale_ptr, slot, h, keep, KV_HEADS: tl.constexpr, D: tl.constexpr, QUANT_MAX: tl.constexpr
+):  # fmt: skip
+    """Store the two halves a, b [n, D/2] (fp32, rounded to the activation dtype) of K/V heads h [n] at `slot` where keep [n]."""
+    dtype: tl.constexpr = cache_ptr.dtype.element_ty
+    row = slot * KV_HEADS + h
+    target = cache_ptr + row[:, None] * D + tl.arange(0, D // 2)[None, :]
+    a = finite(a)
+    b = finite(b)
+    if QUANT_MAX > 0:
+        largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        scale = tl.div_rn(tl.maximum(largest, 1e-12), tl.full(largest.shape, QUANT_MAX, tl.float32))
+        tl.store(scale_ptr + row, scale, mask=keep)
+        a = quantized(a, scale, QUANT_MAX, dtype)
+        b = quantized(b, scale, QUANT_MAX, dtype)
+    tl.store(target, a.to(dtype), mask=keep[:, None])
+    tl.store(target + D // 2, b.to(dtype), mask=keep[:, None])
+
+
+@jit
+def quantized(x, scale, QUANT_MAX: tl.constexpr, dtype: tl.constexpr):
+    """x [n, d] / scale [n], clamped; for int8 rounded half to even by adding and taking away 1.5 * 2^23."""
+    x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    x = tl.minimum(tl.maximum(x, -QUANT_MAX), QUANT_MAX)
+    if dtype == tl.int8:
+        x = (x + 12582912.0) - 12582912.0
+    return x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lastrow.kernels._triton import cdiv, jit, next_power_of_2, round_to, tl
 from lastrow.kernels.add_norm import rms_norm
 
 
@@ -27,3 +28,50 @@ def reference(
     looked_up = table[ids.long().to(table.device), columns].to(device=context.device, dtype=context.dtype).view(-1, n, p) * p**0.5
     projected = rms_norm((context * hidden_size**-0.5).view(-1, n, p), norm_weight, eps)
     return (projected + looked_up) * 2**-0.5
+
+
+@jit
+def ple_inputs_kernel(
+    context_ptr, ids_ptr, table_ptr, weight_ptr, out_ptr, table_stride, first_column, layers, context_scale, table_scale, eps,
+    P: tl.constexpr, BLOCK: tl.constexpr, LAYERS: tl.constexpr,
+):  # fmt: skip
+    """One token and LAYERS layers per program."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * LAYERS + tl.arange(0, LAYERS)
+    c = tl.arange(0, BLOCK)
+    mask = (i < layers)[:, None] & (c < P)[None, :]
+    offset = i[:, None] * P + c[None, :]
+    row = tl.load(ids_ptr + t).to(tl.int64)
+    looked_up = tl.load(table_ptr + row * table_stride + first_column + offset, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(context_ptr + t * layers * P + offset, mask=mask, other=0.0).to(tl.float32)
+    x = round_to(x * context_scale, dtype)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / P + eps)
+    weight = tl.load(weight_ptr + c, mask=c < P, other=0.0).to(tl.float32)
+    y = round_to(x * rstd[:, None] * weight[None, :], dtype) + round_to(looked_up * table_scale, dtype)
+    tl.store(out_ptr + t * layers * P + offset, (round_to(y, dtype) * 0.7071067811865476).to(dtype), mask=mask)
+
+
+def triton(
+    context: torch.Tensor,
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    norm_weight: torch.Tensor,
+    first_layer: int,
+    hidden_size: int,
+    eps: float,
+    *,
+    layers_per_program: int = 2,
+    warps: int = 2,
+) -> torch.Tensor:
+    """`reference` in one pass. A table in host memory must be pinned (`table.pin_memory()`): the kernel then reads its rows
+    over the bus, also inside a CUDA graph."""
+    tokens, p = context.shape[0], norm_weight.shape[0]
+    n = context.shape[1] // p
+    out = torch.empty(tokens, n, p, device=context.device, dtype=context.dtype)
+    if tokens:
+        ple_inputs_kernel[(tokens, cdiv(n, layers_per_program))](
+            context, ids, table, norm_weight, out, table.stride(0), first_layer * p, n, hidden_size**-0.5, p**0.5, eps,
+            p, next_power_of_2(p), layers_per_program, num_warps=warps,
+        )  # fmt: skip
+    return out

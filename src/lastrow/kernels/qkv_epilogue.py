@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from lastrow.kernels import kv_cache
+from lastrow.kernels._triton import jit, next_power_of_2, round_to, tl
 from lastrow.kernels.add_norm import rms_norm
-from lastrow.kernels.kv_cache import PagedKV
+from lastrow.kernels.kv_cache import PagedKV, store_heads
 from lastrow.kernels.rope import apply_rope
 
 
@@ -39,3 +40,90 @@ def reference(
         k = apply_rope(rms_norm(raw_k, k_weight, eps), cos_sin)
         kv_cache.store(kv, slots, k, rms_norm(raw_v, None, eps))
     return None if q_weight is None else apply_rope(rms_norm(heads[:, :num_q], q_weight, eps), cos_sin)
+
+
+@jit
+def load_heads(src, h, mask, D: tl.constexpr):
+    """Both halves of heads h [n], fp32, and 1 / rms."""
+    j = tl.arange(0, D // 2)
+    a = tl.load(src + h[:, None] * D + j[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    b = tl.load(src + h[:, None] * D + D // 2 + j[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    return a, b, tl.sum(a * a, 1) + tl.sum(b * b, 1)
+
+
+@jit
+def norm_rope(a, b, rstd, weight_ptr, cos, sin, D: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm with weight (rounded to dtype), then rotate-half RoPE: element j turns with element j + D/2. fp32."""
+    j = tl.arange(0, D // 2)
+    a = round_to(a * rstd[:, None] * tl.load(weight_ptr + j).to(tl.float32)[None, :], dtype)
+    b = round_to(b * rstd[:, None] * tl.load(weight_ptr + D // 2 + j).to(tl.float32)[None, :], dtype)
+    return a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]
+
+
+@jit
+def qkv_epilogue_kernel(
+    qkv_ptr, qkv_stride, q_ptr, positions_ptr, slots_ptr, rope_ptr, q_weight_ptr, k_weight_ptr,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    K_EQ_V: tl.constexpr, QUANT_MAX: tl.constexpr,
+):  # fmt: skip
+    """One token per program: Q_HEADS query heads to q, KV_HEADS keys and values to the pool, each possibly none."""
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, D // 2)
+    position = tl.load(positions_ptr + t).to(tl.int64)
+    cos = tl.load(rope_ptr + position * D + j).to(tl.float32)
+    sin = tl.load(rope_ptr + position * D + D // 2 + j).to(tl.float32)
+    src = qkv_ptr + t * qkv_stride
+    for h0 in tl.static_range(0, Q_HEADS, BLOCK_Q):
+        h = h0 + tl.arange(0, BLOCK_Q)
+        a, b, squares = load_heads(src, h, h < Q_HEADS, D)
+        a, b = norm_rope(a, b, 1.0 / tl.sqrt(squares / D + eps), q_weight_ptr, cos, sin, D, dtype)
+        target = q_ptr + (t * Q_HEADS + h)[:, None] * D + j[None, :]
+        tl.store(target, a.to(dtype), mask=(h < Q_HEADS)[:, None])
+        tl.store(target + D // 2, b.to(dtype), mask=(h < Q_HEADS)[:, None])
+    if KV_HEADS > 0:
+        slot = tl.load(slots_ptr + t).to(tl.int64)
+        for h0 in tl.static_range(0, KV_HEADS, BLOCK_KV):
+            h = h0 + tl.arange(0, BLOCK_KV)
+            keep = (h < KV_HEADS) & (slot >= 0)
+            a, b, squares = load_heads(src + Q_HEADS * D, h, h < KV_HEADS, D)
+            rstd = 1.0 / tl.sqrt(squares / D + eps)
+            ka, kb = norm_rope(a, b, rstd, k_weight_ptr, cos, sin, D, dtype)
+            store_heads(round_to(ka, dtype), round_to(kb, dtype), k_ptr, k_scale_ptr, slot, h, keep, KV_HEADS, D, QUANT_MAX)
+            if not K_EQ_V:
+                a, b, squares = load_heads(src + (Q_HEADS + KV_HEADS) * D, h, h < KV_HEADS, D)
+                rstd = 1.0 / tl.sqrt(squares / D + eps)
+            va = round_to(a * rstd[:, None], dtype)
+            vb = round_to(b * rstd[:, None], dtype)
+            store_heads(va, vb, v_ptr, v_scale_ptr, slot, h, keep, KV_HEADS, D, QUANT_MAX)
+
+
+def triton(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    rope: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    head_dim: int,
+    eps: float,
+    k_weight: torch.Tensor | None = None,
+    kv: PagedKV | None = None,
+    slots: torch.Tensor | None = None,
+    kv_heads: int = 0,
+    k_eq_v: bool = False,
+    *,
+    warps: int = 4,
+) -> torch.Tensor | None:
+    """`reference` in one pass; the rotation is fp32 with one rounding at its end, and stored K/V are finite in every format."""
+    tokens = qkv.shape[0]
+    stored = 0 if kv is None else kv_heads
+    q_heads = qkv.shape[1] // head_dim - stored * (1 if k_eq_v else 2)
+    q = None if q_weight is None else torch.empty(tokens, q_heads, head_dim, device=qkv.device, dtype=qkv.dtype)
+    if tokens:
+        k, v, k_scale, v_scale = (None,) * 4 if kv is None else (kv.k, kv.v, kv.k_scale, kv.v_scale)
+        qkv_epilogue_kernel[(tokens,)](
+            qkv, qkv.stride(0), q, positions, slots, rope, q_weight, k_weight, k, v, k_scale, v_scale, eps,
+            q_heads, stored, head_dim, min(8, next_power_of_2(max(q_heads, 1))), min(8, next_power_of_2(max(stored, 1))),
+            k_eq_v, 0.0 if kv is None else kv.quant_max, num_warps=warps,
+        )  # fmt: skip
+    return q

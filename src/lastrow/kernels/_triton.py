@@ -1,0 +1,61 @@
+"""The names kernels are written with. Without triton installed they still import, so that the reference operations work
+everywhere; launching a kernel then fails with one line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit, next_power_of_2
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    HAS_TRITON = True
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
+except ImportError:
+    HAS_TRITON = False
+    INTERPRETED = False
+    tl: Any = SimpleNamespace(constexpr=lambda value: value)
+    gdc_launch_dependents = gdc_wait = TensorDescriptor = None
+
+    def next_power_of_2(n: int) -> int:
+        return 1 << (n - 1).bit_length()
+
+    class jit:
+        """Stands for a kernel that cannot be launched here."""
+
+        def __init__(self, fn: Any) -> None:
+            self.fn = fn
+
+        def __getitem__(self, grid: Any) -> Any:
+            raise RuntimeError(f"{self.fn.__name__} needs triton: pip install 'lastrow[gpu]', or run with --backend reference")
+
+
+L2E = tl.constexpr(1.4426950408889634)
+"""log2(e): softmax by exp2."""
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@jit
+def round_to(x, dtype: tl.constexpr):
+    """One rounding of an fp32 value to `dtype`, back in fp32."""
+    return x.to(dtype).to(tl.float32)
+
+
+@jit
+def gelu_tanh(x):
+    # 0.5 x (1 + tanh z) = x sigmoid(2z), with z = sqrt(2/pi) (x + 0.044715 x^3)
+    z2 = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp2(-1.4426950408889634 * z2))
+
+
+__all__ = [
+    "HAS_TRITON", "INTERPRETED", "L2E", "TensorDescriptor", "cdiv", "gdc_launch_dependents", "gdc_wait", "gelu_tanh", "jit",
+    "next_power_of_2", "round_to", "tl",
+]  # fmt: skip

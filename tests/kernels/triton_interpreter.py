@@ -1,0 +1,51 @@
+"""Triton's interpreter with the card's arithmetic: the stock one truncates fp32 to bf16, rounds to fp8 without carry and
+multiplies bf16 operands as their bit patterns. With this, bf16 kernels can be checked on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+STORED_AS = {tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8, np.uint8)}
+
+
+def _to_float(data: np.ndarray, dtype: Any) -> np.ndarray:
+    if dtype not in STORED_AS:
+        return data.astype(np.float32)
+    as_torch, container, _ = STORED_AS[dtype]
+    bits = np.ascontiguousarray(data).view(np.int16 if container is torch.int16 else np.uint8)
+    return torch.from_numpy(bits.copy()).view(as_torch).float().numpy()
+
+
+def _from_float(data: np.ndarray, dtype: Any) -> np.ndarray:
+    if dtype not in STORED_AS:
+        return data.astype(interpreter._get_np_dtype(dtype))
+    as_torch, container, stored = STORED_AS[dtype]
+    values = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32))
+    if as_torch is torch.float8_e4m3fn:
+        values = values.clamp(-448, 448)  # the card's conversion saturates
+    return values.to(as_torch).view(container).numpy().view(stored)
+
+
+def install() -> None:
+    """Replace the interpreter's casts and dot for every kernel run after this call."""
+    plain_cast = InterpreterBuilder.cast_impl
+
+    def cast(self: InterpreterBuilder, src: TensorHandle, dst_type: Any) -> TensorHandle:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source not in STORED_AS and target not in STORED_AS:
+            return plain_cast(self, src, dst_type)
+        return TensorHandle(_from_float(_to_float(src.data, source), target).reshape(src.data.shape), target)
+
+    def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any) -> TensorHandle:
+        product = np.matmul(_to_float(a.data, a.dtype.scalar), _to_float(b.data, b.dtype.scalar))
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.cast_impl = cast
+    InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, rounding: cast(self, src, dst_type)
+    InterpreterBuilder.create_dot = dot
