@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from lastrow.kv.layout import KV_CACHE_DTYPES
 from lastrow.models.config import ConfigError
+from lastrow.models.shapes import SHAPES
 
 T = TypeVar("T")
 
@@ -17,7 +19,6 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "reference", "triton")
-KV_CACHE_DTYPES = ("auto", "int8_per_token_head", "fp8_per_token_head")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
@@ -33,7 +34,7 @@ class EngineConfig:
     model: str = "tiny-e"
     revision: str | None = _flag(None, "branch, tag or commit of a hub model")
     load_format: str = _flag("auto", "auto reads safetensors; dummy makes random weights and downloads nothing", choices=LOAD_FORMATS)
-    shape: str | None = _flag(None, "named shape for --load-format dummy: e2b, e4b, 31b, 26b-a4b, e2b-eighth")
+    shape: str | None = _flag(None, "a published size by name, instead of a model; its weights are dummies", choices=tuple(SHAPES))
     dtype: str = _flag("auto", "auto is float32 on a CPU and bfloat16 on a GPU", choices=DTYPES)
     device: str = _flag("auto", "auto takes a GPU when there is one", choices=DEVICES)
     backend: str = _flag("auto", "kernels: auto is triton on a GPU and reference (torch) on a CPU", choices=BACKENDS)
@@ -63,7 +64,8 @@ class EngineConfig:
 
         for item in fields(self):
             choices = item.metadata.get("choices", ())
-            need(not choices or getattr(self, item.name) in choices, item.name, f"one of {', '.join(choices)} is needed")
+            value = getattr(self, item.name)
+            need(not choices or value is None or value in choices, item.name, f"one of {', '.join(choices)} is needed")
         need(bool(self.model), "model", "a folder, a hub id or tiny-e is needed")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             need(_is_count(getattr(self, name)), name, "a positive integer is needed")

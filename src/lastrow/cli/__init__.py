@@ -1,0 +1,80 @@
+"""The command line: `lastrow COMMAND [MODEL] ...`. Nothing here imports torch before a command needs it.
+
+A command is a module with `add_arguments(parser)` and `run(args) -> int | None`, named in COMMANDS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+import lastrow
+
+COMMANDS = {
+    "generate": "complete prompts",
+    "chat": "talk to a model",
+    "info": "what a model is, what it costs, what fits (needs no weights)",
+}
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line and no abbreviated options."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.HelpFormatter, **options)  # pyright: ignore[reportArgumentType]
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message} (`{self.prog} --help` lists what there is)")
+
+
+def fail(message: str) -> NoReturn:
+    """Every mistake of the user's ends here: one line on stderr, exit code 2."""
+    line = " ".join(message.split())
+    print(f"lastrow: error: {line}", file=sys.stderr)
+    raise SystemExit(USER_ERROR)
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser; only `command`'s options are built, which keeps `--help` fast."""
+    parser = Parser(prog="lastrow", description="Inference for the Gemma 4 family that computes only the rows somebody will read.")
+    parser.add_argument("--version", action="version", version=f"lastrow {lastrow.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name == command:
+            module = import_module(f"lastrow.cli.{name}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns 0, or the command's own code; 2 after a user's mistake, 130 after Ctrl-C."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    command = next((word for word in argv if not word.startswith("-")), None)
+    try:
+        parser = build_parser(command)
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return USER_ERROR
+        code = args.run(args) or 0
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `lastrow ... | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:  # ConfigError, TokenizerError, WeightsError, SamplingParams: all say what is wrong
+        try:
+            fail(str(error) or type(error).__name__)
+        except SystemExit:
+            return USER_ERROR

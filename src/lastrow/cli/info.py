@@ -1,0 +1,48 @@
+"""`lastrow info`: needs config.json or a named shape, nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from lastrow.cli.options import add_engine_flags, add_model, engine_options, size
+from lastrow.config import EngineConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--memory", type=size, metavar="SIZE", help="memory of the card, 24G for instance: say what fits beside the weights"
+    )
+    parser.add_argument("--json", action="store_true", help="the whole document, with stable keys")
+    parser.add_argument("--plot", metavar="FILE", help="draw layers, owners, readers, cut and work to an .svg, .png or .pdf file")
+    used = ("revision", "shape", "dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "max_num_seqs")
+    add_engine_flags(parser, only=(*used, "max_num_batched_tokens"))
+
+
+def run(args: argparse.Namespace) -> None:
+    from lastrow.harness.info import describe, render
+    from lastrow.models.config import from_file
+    from lastrow.models.shapes import named_shape
+    from lastrow.weights.resolve import resolve_model
+
+    options = engine_options(args)
+    if options.get("shape"):
+        options["load_format"] = "dummy"
+    engine = EngineConfig(**options)
+    config = named_shape(engine.shape) if engine.shape else from_file(resolve_model(engine.model, engine.revision, config_only=True))
+    document = describe(
+        config,
+        dtype=config.dtype if engine.dtype == "auto" else engine.dtype,
+        memory=args.memory,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
+        block_size=engine.block_size,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+    )
+    if args.plot:
+        from lastrow.harness.info_plot import plot
+
+        plot(document, args.plot)
+    print(json.dumps(document, indent=1) if args.json else render(document))
