@@ -8,6 +8,11 @@ from lastrow.kernels._triton import cdiv, jit, next_power_of_2, round_to, tl
 from lastrow.kernels.add_norm import rms_norm
 
 
+def lookup_scale(p: int, dtype: torch.dtype) -> float:
+    """sqrt(P) as transformers holds it: rounded to the activation dtype (exact for the published P of 256)."""
+    return float(torch.tensor(p**0.5, dtype=dtype))
+
+
 def reference(
     context: torch.Tensor,
     ids: torch.Tensor,
@@ -18,14 +23,14 @@ def reference(
     eps: float,
 ) -> torch.Tensor:
     """context [T, n*P]: the scaled embedding times the projection rows of layers first_layer .. first_layer+n-1.
-    table [V, L*P], layer-major, possibly in host memory and in another
-    dtype than context. Returns [T, n, P].
+    table [V, L*P], layer-major, possibly in host memory and in another dtype than context. Returns [T, n, P].
 
     out = (norm(context * H^-1/2) * norm_weight + table[ids] * P^1/2) * 2^-1/2, roundings as in transformers."""
     p = norm_weight.shape[0]
     n = context.shape[1] // p
     columns = slice(first_layer * p, (first_layer + n) * p)
-    looked_up = table[ids.long().to(table.device), columns].to(device=context.device, dtype=context.dtype).view(-1, n, p) * p**0.5
+    rows = table[ids.long().to(table.device), columns].to(device=context.device, dtype=context.dtype).view(-1, n, p)
+    looked_up = rows * lookup_scale(p, context.dtype)
     projected = rms_norm((context * hidden_size**-0.5).view(-1, n, p), norm_weight, eps)
     return (projected + looked_up) * 2**-0.5
 
@@ -70,8 +75,9 @@ def triton(
     n = context.shape[1] // p
     out = torch.empty(tokens, n, p, device=context.device, dtype=context.dtype)
     if tokens:
+        scale = lookup_scale(p, context.dtype)
         ple_inputs_kernel[(tokens, cdiv(n, layers_per_program))](
-            context, ids, table, norm_weight, out, table.stride(0), first_layer * p, n, hidden_size**-0.5, p**0.5, eps,
+            context, ids, table, norm_weight, out, table.stride(0), first_layer * p, n, hidden_size**-0.5, scale, eps,
             p, next_power_of_2(p), layers_per_program, num_warps=warps,
         )  # fmt: skip
     return out
