@@ -39,31 +39,34 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(USER_ERROR)
 
 
-def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser; only `command`'s options are built, which keeps `--help` fast."""
+def top_parser() -> argparse.ArgumentParser:
+    """Names the commands; builds none of them, which keeps `lastrow --help` fast."""
     parser = Parser(prog="lastrow", description="Inference for the Gemma 4 family that computes only the rows somebody will read.")
     parser.add_argument("--version", action="version", version=f"lastrow {lastrow.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        if name == command:
-            module = import_module(f"lastrow.cli.{name}")
-            module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
+        commands.add_parser(name, help=summary)
     return parser
+
+
+def run_command(name: str, argv: Sequence[str]) -> int:
+    """Parse one command's arguments, options and positionals in any order, and run it."""
+    module = import_module(f"lastrow.cli.{name}")
+    summary = COMMANDS[name]
+    parser = Parser(prog=f"lastrow {name}", description=summary[0].upper() + summary[1:] + ".")
+    module.add_arguments(parser)
+    return module.run(parser.parse_intermixed_args(argv)) or 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, or the command's own code; 2 after a user's mistake, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    command = next((word for word in argv if not word.startswith("-")), None)
     try:
-        parser = build_parser(command)
-        args = parser.parse_args(argv)
-        if args.command is None:
-            parser.print_help()
-            return USER_ERROR
-        code = args.run(args) or 0
+        if not argv or argv[0] not in COMMANDS:
+            parser = top_parser()
+            parser.parse_args(argv)
+            parser.error(f"no command: one of {', '.join(COMMANDS)} is needed")
+        code = run_command(argv[0], argv[1:])
         sys.stdout.flush()
         return code
     except SystemExit as stop:

@@ -26,10 +26,7 @@ def run(args: argparse.Namespace) -> None:
     from lastrow.models.shapes import named_shape
     from lastrow.weights.resolve import resolve_model
 
-    options = engine_options(args)
-    if options.get("shape"):
-        options["load_format"] = "dummy"
-    engine = EngineConfig(**options)
+    engine = EngineConfig(**engine_options(args))
     config = named_shape(engine.shape) if engine.shape else from_file(resolve_model(engine.model, engine.revision, config_only=True))
     document = describe(
         config,

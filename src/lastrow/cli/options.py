@@ -55,8 +55,14 @@ def add_flag(group: Any, name: str, hint: Any, default: Any, metadata: Any) -> N
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine flags that were given, as keyword arguments of EngineConfig and LLM."""
-    return {item.name: getattr(args, item.name) for item in dataclasses.fields(EngineConfig) if hasattr(args, item.name)}
+    """The engine flags that were given, as keyword arguments of EngineConfig and LLM; --shape implies --load-format dummy.
+
+    Raises ConfigError at once, before torch is imported and a model is loaded."""
+    options = {item.name: getattr(args, item.name) for item in dataclasses.fields(EngineConfig) if hasattr(args, item.name)}
+    if options.get("shape"):
+        options.setdefault("load_format", "dummy")
+    EngineConfig(**options)
+    return options
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,9 +75,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; may be given several times")
 
 
-def sampling_params(args: argparse.Namespace, defaults: dict[str, Any], **fixed: Any) -> SamplingParams:
+def sampling_params(args: argparse.Namespace, defaults: SamplingParams, **fixed: Any) -> SamplingParams:
     """Flags over the model's defaults. --seed makes the sampling repeatable as well. Raises ValueError naming the field."""
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     if hasattr(args, "seed"):
         given["seed"] = args.seed
-    return SamplingParams(**{"max_tokens": 512, **defaults, **given, **fixed})
+    return dataclasses.replace(defaults, **{"max_tokens": 512, **given, **fixed})
