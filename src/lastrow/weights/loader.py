@@ -48,7 +48,7 @@ class Checkpoint:
             return ["model.safetensors"]
         try:
             return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             raise WeightsError(f"{index}: not a safetensors index ({error!r})") from None
 
     @property
