@@ -127,7 +127,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What `LLM.generate` returns per prompt. Field names are vLLM's."""
+    """What `LLM.generate` returns per prompt. Field names are vLLM's.
+
+    label_logits: as in ModelRunnerOutput, for requests with label_token_ids."""
 
     request_id: str
     prompt: str | None
@@ -137,3 +139,4 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    label_logits: dict[int, tuple[list[float], float | None]] | None = None

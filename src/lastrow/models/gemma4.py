@@ -158,3 +158,11 @@ class Gemma4Model:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] after the final norm -> softcapped fp32 logits [R, V]."""
         return self.ops.head(hidden, self.weights.embed, self.config.final_logit_softcapping)
+
+    def label_logits(self, hidden: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> softcapped fp32 logits [R, n] of label_ids [n] int64 only."""
+        return self.ops.head_labels(hidden, self.weights.embed, label_ids, self.config.final_logit_softcapping)
+
+    def logsumexp(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> logsumexp of the softcapped logits over the whole vocabulary, [R] fp32."""
+        return self.ops.head_logsumexp(hidden, self.weights.embed, self.config.final_logit_softcapping)

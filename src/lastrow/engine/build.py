@@ -1,0 +1,110 @@
+"""EngineConfig -> LLMEngine: read the config, plan the memory, load the weights, put the parts together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lastrow.config import EngineConfig
+from lastrow.core.kv_cache_manager import KVCacheConfig, KVCacheManager
+from lastrow.core.scheduler import Scheduler, SchedulerConfig
+from lastrow.engine.engine import LLMEngine
+from lastrow.engine.memory import MemoryForecast, forecast
+from lastrow.engine.model_runner import ModelRunner
+from lastrow.kernels.dispatch import ReferenceOps
+from lastrow.kv.pool import KVPool
+from lastrow.models.config import ConfigError, Gemma4Config, from_file
+from lastrow.models.gemma4 import Gemma4Model
+from lastrow.models.shapes import named_shape
+from lastrow.tokenizer import STOP_IDS, Tokenizer
+from lastrow.weights.dummy import dummy_weights
+from lastrow.weights.loader import load_model_weights
+from lastrow.weights.resolve import resolve_model
+
+logger = logging.getLogger("lastrow")
+BACKENDS: dict[str, Callable[[bool], ReferenceOps]] = {"reference": ReferenceOps}
+
+
+def build_engine(config: EngineConfig) -> LLMEngine:
+    """A ready engine. Raises ConfigError, TokenizerError or WeightsError with the reason."""
+    device = choose_device(config.device)
+    folder = None if config.shape else resolve_model(config.model, config.revision)
+    shape = named_shape(config.shape) if config.shape else from_file(folder or "")
+    dtype = choose_dtype(config.dtype, device)
+    max_model_len = config.max_model_len or shape.max_position_embeddings
+    if max_model_len > shape.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}: the model was made for {shape.max_position_embeddings} positions (max_position_embeddings)"
+        )
+    plan = forecast(config, shape, dtype, device, max_model_len)
+    logger.info("%s", plan.summary())
+    tokenizer = Tokenizer(folder) if folder is not None else None
+    model = load_model(config, shape, folder, getattr(torch, dtype), device, max_model_len)
+    pool = KVPool(shape, plan.budget, config.kv_cache_dtype, getattr(torch, dtype), device)
+    runner = ModelRunner(
+        model, pool, vocab_size=shape.vocab_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
+        block_size=config.block_size, device=device,
+        encode=None if tokenizer is None else lambda text: tokenizer.encode(text, add_bos=False),
+    )  # fmt: skip
+    stops = STOP_IDS if tokenizer is None else tokenizer.eos_token_ids
+    return LLMEngine(
+        make_scheduler(config, plan, max_model_len), runner, tokenizer, vocab_size=shape.vocab_size,
+        stop_token_ids=stops | frozenset(shape.eos_token_ids), seed=config.seed,
+        priority_scheduling=config.scheduling_policy == "priority",
+    )  # fmt: skip
+
+
+def choose_device(name: str) -> torch.device:
+    """auto: a GPU when there is one. Raises ConfigError for a GPU that is not there."""
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ConfigError("device is 'cuda': torch sees no GPU here; use device=cpu or install a CUDA build of torch")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> str:
+    """auto: float32 on a CPU, bfloat16 on a GPU."""
+    return name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+
+
+def choose_backend(name: str, device: torch.device, batch_invariant: bool) -> ReferenceOps:
+    """auto: triton on a GPU where it is built in, else reference. Raises ConfigError for a backend that is not there."""
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and "triton" in BACKENDS else "reference"
+    if name not in BACKENDS:
+        raise ConfigError(f"backend is {name!r}: this build has {', '.join(BACKENDS)}")
+    return BACKENDS[name](batch_invariant)
+
+
+def load_model(
+    config: EngineConfig, shape: Gemma4Config, folder: Path | None, dtype: torch.dtype, device: torch.device, max_positions: int
+) -> Gemma4Model:
+    ops = choose_backend(config.backend, device, config.batch_invariant)
+    if config.load_format == "dummy" or folder is None:
+        weights = dummy_weights(shape, ops.pack_gate_up, dtype, device, config.seed % 2**63)
+    else:
+        weights = load_model_weights(folder, shape, ops.pack_gate_up, dtype, device)
+    return Gemma4Model(shape, weights, ops, max_positions)
+
+
+def make_scheduler(config: EngineConfig, plan: MemoryForecast, max_model_len: int) -> Scheduler:
+    """The scheduler over the blocks that `plan` bought."""
+    layout, budget = plan.layout, plan.budget
+    blocks = KVCacheConfig(
+        block_size=config.block_size,
+        num_full_blocks=budget.num_full_blocks,
+        num_sliding_blocks=budget.num_sliding_blocks,
+        sliding_window=layout.sliding_window,
+        has_full=bool(layout.full_layers),
+        has_sliding=bool(layout.sliding_layers),
+    )
+    limits = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_prefill_seqs=config.max_prefill_seqs,
+    )
+    return Scheduler(limits, KVCacheManager(blocks, config.enable_prefix_caching))

@@ -1,0 +1,223 @@
+"""LLMEngine: requests in, RequestOutputs out, one step at a time.
+
+On CUDA one step stays in flight: step n+1 is scheduled and launched before the tokens of step n are read, its inputs taking them
+on the device. Where the scheduler needs the tokens first (penalties, grammars, bad words) it says so by leaving the request out."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lastrow.core.output import RequestOutput, SchedulerOutput
+from lastrow.core.request import FinishReason, Request
+from lastrow.core.sampling_params import SamplingParams
+from lastrow.core.scheduler import Scheduler
+from lastrow.engine.model_runner import ModelRunner, StepHandle
+from lastrow.engine.output_processor import OutputProcessor, RequestGroup
+from lastrow.engine.sampling_state import Grammar
+from lastrow.tokenizer import Tokenizer
+
+IDLE_STEPS = 3  # empty steps in a row, nothing in flight, before the watchdog speaks: one may pass while blocks change hands
+
+
+class EngineStuck(RuntimeError):
+    """Requests run, nothing is in flight, and the scheduler finds nothing to do: a fault of the engine, not of the request."""
+
+
+class LLMEngine:
+    """scheduler, runner and tokenizer (None: token ids only) behind one door. Not thread-safe.
+
+    stop_token_ids: what ends an answer unless ignore_eos. seed: from which requests without a seed get theirs.
+    async_scheduling: keep one step in flight (default: on CUDA)."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        tokenizer: Tokenizer | None = None,
+        *,
+        vocab_size: int,
+        stop_token_ids: Iterable[int] = (),
+        seed: int = 0,
+        async_scheduling: bool | None = None,
+        priority_scheduling: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.outputs = OutputProcessor(tokenizer)
+        self.depth = int(runner.device.type == "cuda" if async_scheduling is None else async_scheduling)
+        self.priority_scheduling = priority_scheduling
+        self._seed = seed
+        self._num_requests = 0
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._idle_steps = 0
+
+    # ------------------------------------------------------------------------------------------------------ requests
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        cache_salt: str | None = None,
+        stream: bool = False,
+        prompt_rows: Sequence[int] | None = None,
+        label_token_ids: Sequence[int] | None = None,
+        fork_of: str | None = None,
+        fork_num_tokens: int = 0,
+        grammar: Grammar | None = None,
+    ) -> None:
+        """Queue a request. Raises ValueError, in one line, for whatever can never be answered.
+
+        priority: lower runs earlier. stream: `step` returns its output every time it grows, else once, at its end.
+        label_token_ids: logits of these ids at prompt_rows (default: the last one), and nothing is sampled; with
+        params.logprobs set, the logsumexp over the vocabulary, too. fork_of, fork_num_tokens: see Scheduler.add_request.
+        With n > 1 the completions share the prompt's K/V."""
+        if request_id in self.outputs.groups:
+            raise ValueError(f"request {request_id}: a request with this id is not finished yet")
+        if priority and not self.priority_scheduling:
+            raise ValueError(f"request {request_id}: priority is {priority}, but scheduling_policy is 'fcfs': start with priority")
+        ids = list(prompt_token_ids)
+        self._check(request_id, ids, params, label_token_ids)
+        arrival = time.monotonic() if arrival_time is None else arrival_time
+        requests = [
+            self._request(request_id, i, ids, params, prompt_rows, label_token_ids, priority, cache_salt, arrival) for i in range(params.n)
+        ]
+        self._num_requests += 1
+        self.scheduler.add_request(requests[0], fork_of, fork_num_tokens)
+        for request in requests[1:]:
+            if len(ids) > 1:
+                self.scheduler.add_request(request, requests[0].request_id, len(ids) - 1)
+            else:
+                self.scheduler.add_request(request)
+        if grammar is not None:
+            self.runner.grammars.update({request.request_id: grammar for request in requests})
+        self.outputs.add(RequestGroup(request_id, prompt, stream), requests)
+
+    def _request(
+        self, request_id: str, index: int, ids: list[int], params: SamplingParams, prompt_rows: Sequence[int] | None,
+        label_token_ids: Sequence[int] | None, priority: int, cache_salt: str | None, arrival: float,
+    ) -> Request:  # fmt: skip
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.stop_token_ids)
+        rows: Sequence[int] = () if prompt_rows is None else prompt_rows
+        labels = None if label_token_ids is None else tuple(label_token_ids)
+        params = replace(params, seed=self._request_seed(params, index))
+        if labels is None and params.max_tokens == 0 and params.logprob_token_ids:
+            labels, params = tuple(params.logprob_token_ids), replace(params, logprobs=0)
+        if labels is not None:
+            rows = [len(ids) - 1] if prompt_rows is None and labels else rows
+        elif params.prompt_logprobs is not None and index == 0:
+            rows = range(len(ids) - 1)
+        name = request_id if params.n == 1 else f"{index}_{request_id}"
+        return Request(name, ids, params, stops, rows, labels, priority, cache_salt, arrival)
+
+    def _request_seed(self, params: SamplingParams, index: int) -> int | None:
+        if params.is_greedy:
+            return None
+        if params.seed is not None:
+            return (params.seed + index) % 2**64
+        # Far apart for neighbouring engine seeds; the uniform's hash does the rest.
+        return (self._seed * 0x9E3779B97F4A7C15 + (self._num_requests << 16) + index) % 2**64
+
+    def _check(self, request_id: str, ids: list[int], params: SamplingParams, labels: Sequence[int] | None) -> None:
+        def need(ok: bool, message: str) -> None:
+            if not ok:
+                raise ValueError(f"request {request_id}: {message}")
+
+        def need_ids(name: str, values: Iterable[int]) -> None:
+            wrong = [i for i in values if not 0 <= i < self.vocab_size]
+            need(not wrong, f"{name} holds {wrong[:3]}: token ids from 0 to {self.vocab_size - 1} are needed")
+
+        need(len(ids) > 0, "the prompt is empty, at least one token is needed")
+        try:
+            array = np.asarray(ids)
+        except ValueError:
+            array = np.zeros(0)
+        need(array.ndim == 1 and array.dtype.kind in "iu", "prompt_token_ids must be a flat list of integers")
+        if array.min() < 0 or array.max() >= self.vocab_size:
+            need_ids("the prompt", ids)
+        for name in ("logprob_token_ids", "allowed_token_ids", "stop_token_ids", "logit_bias"):
+            need_ids(name, getattr(params, name) or ())
+        need_ids("label_token_ids", labels or ())
+        if self.tokenizer is None:
+            for name in ("stop", "bad_words"):
+                need(not getattr(params, name), f"{name} needs a tokenizer, and a model with dummy weights has none")
+        need(labels is None or params.n == 1, f"n is {params.n}: label_token_ids samples nothing, so n must be 1")
+        scores = params.max_tokens == 0 and params.logprob_token_ids and labels is None
+        need(
+            not (scores and params.prompt_logprobs is not None),
+            "logprob_token_ids with max_tokens=0 and prompt_logprobs: ask in two requests",
+        )
+        need(params.max_tokens != 0 or params.n == 1, f"n is {params.n} with max_tokens=0: there is one answer")
+
+    def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests in any state and give their blocks back. Returns their last outputs; unknown ids are ignored."""
+        last = []
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            members, output = self.outputs.abort(request_id)
+            self.scheduler.abort_requests(members)
+            self._forget_grammars(members)
+            if output is not None:
+                last.append(output)
+        return last
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_requests or bool(self._in_flight)
+
+    # ------------------------------------------------------------------------------------------------------ steps
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step and read the oldest one in flight. Returns outputs of requests that stream or ended.
+
+        Raises EngineStuck, naming a request, when nothing can make progress."""
+        launched = self._launch()
+        if len(self._in_flight) > (self.depth if launched else 0):
+            return self._read_oldest()
+        if not launched:
+            self._watch()
+        return []
+
+    def _launch(self) -> bool:
+        scheduled = self.scheduler.schedule()
+        handle = self.runner.execute(scheduled)
+        if scheduled.is_empty:
+            return False
+        self._in_flight.append((scheduled, handle))
+        self._idle_steps = 0
+        return True
+
+    def _read_oldest(self) -> list[RequestOutput]:
+        scheduled, handle = self._in_flight.popleft()
+        news = self.scheduler.update_from_output(scheduled, handle.result())
+        results, stopped = self.outputs.process(news)
+        for request_id, stop in stopped:
+            self.scheduler.finish_request(request_id, FinishReason.STOP, stop)
+        if self.runner.grammars:
+            self._forget_grammars([output.request.request_id for output in news if output.request.is_finished])
+        return results
+
+    def _watch(self) -> None:
+        if not self.scheduler.has_unfinished_requests:
+            self._idle_steps = 0
+            return
+        self._idle_steps += 1
+        if self._idle_steps >= IDLE_STEPS:
+            request = next(iter(self.scheduler.requests.values()))
+            raise EngineStuck(
+                f"request {request.request_id} ({request.status.value}, {request.num_computed_tokens} of {request.num_tokens} tokens computed) "
+                f"and {len(self.scheduler.requests) - 1} others make no progress: nothing is scheduled and nothing is in flight"
+            )
+
+    def _forget_grammars(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.runner.grammars.pop(request_id, None)

@@ -1,0 +1,301 @@
+"""SchedulerOutput -> ForwardBatch: one slot per running request, everything of a step in one host buffer and one copy to the device.
+
+A slot belongs to a request from its first scheduled part until the scheduler reports it finished or preempted. Whatever a later
+step needs of an earlier one (block tables, the last sampled token) is kept by slot, never by the row a request happened to have."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lastrow.core.output import ScheduledRequest, SchedulerOutput
+from lastrow.core.request import Request
+from lastrow.kernels.rows import QueryRows
+from lastrow.models.batch import ForwardBatch
+
+ALIGN = 32  # int32 elements: every field of a step's buffer starts on 128 bytes, so kernels see one pointer alignment
+TABLE_COLUMNS = 16  # block tables are padded to a multiple of this, so that their stride divides by 16
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """One step, ready for the model. Row order of the parts: decodes, then others with one wanted row, with several, with none.
+
+    slots [S]: runner slot of each part (host). row_start: index of each part's first row among the R wanted rows.
+    sample_rows [n] int64: those of the R rows that are sampled, None when all are; sample_slots [n] int32: their slots;
+    sample_parts: for each, its index in `parts`; sample_positions [n]: absolute positions of those rows (host)."""
+
+    parts: list[ScheduledRequest]
+    slots: np.ndarray
+    num_decodes: int
+    batch: ForwardBatch
+    row_start: list[int]
+    num_rows: int
+    sample_rows: torch.Tensor | None
+    sample_slots: torch.Tensor
+    sample_parts: list[int]
+    sample_positions: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch.input_ids.shape[0]
+
+    @property
+    def is_pure_decode(self) -> bool:
+        return self.num_decodes == len(self.parts)
+
+
+class InputBatch:
+    """Slots, block tables and last sampled tokens of the running requests.
+
+    block_tables: (full, sliding), each [max_num_seqs + 1, columns] int32 on the device, at one address for good; the last row is
+    all null blocks, for padding rows. last_sampled [max_num_seqs + 1] int32 on the device: what each slot's request sampled last,
+    the source of ids the host has not seen yet."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.block_size = block_size
+        columns = _round_up(-(-max_model_len // block_size), TABLE_COLUMNS)
+        self.tables = tuple(np.zeros((max_num_seqs + 1, columns), np.int32) for _ in range(2))
+        host = (torch.from_numpy(self.tables[0]), torch.from_numpy(self.tables[1]))
+        self.block_tables = (host[0].to(self.device), host[1].to(self.device))  # on a CPU these are the host tables themselves
+        self.filled = tuple([0] * max_num_seqs for _ in range(2))
+        self.slot_of: dict[str, int] = {}
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.null_slot = max_num_seqs
+        self.last_sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=self.device)
+        self._staging = _Staging(self.device)
+
+    # ------------------------------------------------------------------------------------------------------ slots
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Free the slots of finished and preempted requests; ids without a slot are ignored."""
+        for request_id in request_ids:
+            slot = self.slot_of.pop(request_id, None)
+            if slot is not None:
+                self.free_slots.append(slot)
+
+    def admit(self, request: Request) -> int:
+        """A slot for a request that has none. Raises RuntimeError when more than max_num_seqs requests run."""
+        if not self.free_slots:
+            raise RuntimeError(f"request {request.request_id}: all {self.null_slot} slots are taken (max_num_seqs)")
+        slot = self.free_slots.pop()
+        self.slot_of[request.request_id] = slot
+        for filled in self.filled:
+            filled[slot] = 0
+        return slot
+
+    # ------------------------------------------------------------------------------------------------------ one step
+    def prepare(self, out: SchedulerOutput) -> StepInputs:
+        """The tensors of a step whose requests all have slots."""
+        parts = _row_order(out)
+        slots = np.fromiter((self.slot_of[part.request.request_id] for part in parts), np.int64, len(parts))
+        new_blocks = self._update_tables(parts, slots.tolist())
+        plan = _RowPlan(parts)
+        positions, sequence, take = plan.positions, slots[plan.sequence], plan.logits_indices
+        tokens, rows, sampled = plan.num_tokens, plan.num_rows, len(plan.sample_rows)
+        fields = self._staging.begin(
+            ids=tokens, positions=tokens, seq_index=tokens, slots_full=tokens, slots_sliding=tokens, logits_indices=2 * rows,
+            row_positions=rows, row_seqs=rows, sample_rows=2 * sampled, sample_slots=sampled,
+            new_full=new_blocks[0].size, new_sliding=new_blocks[1].size,
+        )  # fmt: skip
+        _token_ids(parts, plan.starts, fields["ids"])
+        fields["positions"][:] = positions
+        fields["seq_index"][:] = sequence
+        block, offset = positions // self.block_size, positions % self.block_size
+        for group, name in ((0, "full"), (1, "sliding")):
+            fields[f"slots_{name}"][:] = self.tables[group][sequence, block] * self.block_size + offset
+            fields[f"new_{name}"].reshape(2, -1)[:] = new_blocks[group]
+        fields["logits_indices"].view(np.int64)[:] = take
+        fields["row_positions"][:] = positions[take]
+        fields["row_seqs"][:] = sequence[take]
+        fields["sample_rows"].view(np.int64)[:] = plan.sample_rows
+        sampled_from = take[plan.sample_rows]
+        fields["sample_slots"][:] = sequence[sampled_from]
+        in_flight = bool((fields["ids"] < 0).any())
+        t = self._staging.to_device()
+        self._write_tables(t)
+        return StepInputs(
+            parts, slots, out.num_decodes, self._batch(parts, plan, out.num_decodes, in_flight, t), plan.row_start, rows,
+            None if sampled == rows else t["sample_rows"].view(torch.int64), t["sample_slots"],
+            plan.sequence[sampled_from].tolist(), positions[sampled_from],
+        )  # fmt: skip
+
+    def _batch(
+        self, parts: list[ScheduledRequest], plan: _RowPlan, num_decodes: int, in_flight: bool, t: dict[str, torch.Tensor]
+    ) -> ForwardBatch:
+        ids = resolve_inflight(t["ids"], t["seq_index"], self.last_sampled) if in_flight else t["ids"]
+        rows = QueryRows(t["positions"], t["seq_index"], self.block_tables, plan.q_lens, plan.kv_lens, num_decodes)
+        slots, copies = (t["slots_full"], t["slots_sliding"]), _copies(parts)
+        if not plan.num_rows:
+            return ForwardBatch(ids, rows, slots, copies=copies)
+        wanted = rows
+        if plan.num_rows < plan.num_tokens:
+            wanted = QueryRows(t["row_positions"], t["row_seqs"], self.block_tables, plan.row_lens, plan.row_kv_lens, plan.num_single)
+        return ForwardBatch(ids, rows, slots, t["logits_indices"].view(torch.int64), wanted, copies)
+
+    def _update_tables(self, parts: Sequence[ScheduledRequest], slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Append the blocks each request got since its last part to the host tables. Entries the window has passed keep their
+        stale value: no row reads them. Returns per group (flat index, block), [2, n]; empty on a CPU."""
+        new: list[np.ndarray] = []
+        for group in range(2):
+            table, filled = self.tables[group], self.filled[group]
+            changed: list[tuple[int, int, int]] = []
+            for part, slot in zip(parts, slots, strict=True):
+                blocks, have = part.block_ids[group], filled[slot]
+                if len(blocks) > have:
+                    table[slot, have : len(blocks)] = blocks[have:]
+                    filled[slot] = len(blocks)
+                    changed.append((slot, have, len(blocks)))
+            index = np.zeros(0, np.int64)
+            if changed and self.device.type != "cpu":
+                index = np.concatenate([np.arange(first, end) + slot * table.shape[1] for slot, first, end in changed])
+            new.append(np.stack((index, table.reshape(-1)[index])))
+        return new[0], new[1]
+
+    def _write_tables(self, t: dict[str, torch.Tensor]) -> None:
+        for table, name in zip(self.block_tables, ("new_full", "new_sliding"), strict=True):
+            if t[name].numel():
+                index, block = t[name].view(2, -1)
+                table.view(-1)[index] = block
+
+    def keep_sampled(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Remember on the device what these slots sampled: slots [n] int32, token_ids [n]."""
+        self.last_sampled[slots] = token_ids.to(torch.int32)
+
+
+def resolve_inflight(ids: torch.Tensor, seq_index: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
+    """ids [T] int32 with every -1 replaced by what its slot (seq_index [T] int32) sampled last."""
+    return torch.where(ids < 0, last_sampled[seq_index], ids)
+
+
+class _RowPlan:
+    """Row arithmetic of a step on the host. logits_indices [R] into the T tokens; sample_rows [n] into the R rows."""
+
+    def __init__(self, parts: Sequence[ScheduledRequest]) -> None:
+        self.q_lens = tuple([part.num_tokens for part in parts])
+        lens = np.array(self.q_lens, np.int64)
+        starts = np.fromiter((part.start for part in parts), np.int64, len(parts))
+        self.starts = np.concatenate(([0], np.cumsum(lens)))
+        self.num_tokens = int(self.starts[-1])
+        self.kv_lens = tuple((starts + lens).tolist())
+        if self.num_tokens == len(parts):
+            self.sequence, self.positions = np.arange(len(parts)), starts
+        else:
+            self.sequence = np.repeat(np.arange(len(parts)), lens)
+            self.positions = np.arange(self.num_tokens) + np.repeat(starts - self.starts[:-1], lens)
+        self.row_lens = tuple([len(part.rows) for part in parts if len(part.rows)])
+        self.num_with_rows, self.num_rows = len(self.row_lens), sum(self.row_lens)
+        self.num_single = next((i for i, count in enumerate(self.row_lens) if count != 1), self.num_with_rows)
+        self._indices(parts, starts)
+
+    def _indices(self, parts: Sequence[ScheduledRequest], starts: np.ndarray) -> None:
+        count, single = self.num_with_rows, self.num_single
+        shift = self.starts[:-1] - starts
+        last = np.fromiter((part.rows[-1] for part in parts[:count]), np.int64, count)
+        self.row_kv_lens = tuple((last + 1).tolist())
+        pieces = [last[:single] + shift[:single]]
+        pieces += [np.asarray(parts[i].rows, np.int64) + shift[i] for i in range(single, count)]
+        self.logits_indices = np.concatenate(pieces)
+        ends = np.cumsum(np.array(self.row_lens, np.int64))
+        self.row_start = [0, *ends.tolist(), *[self.num_rows] * (len(parts) - count)][: len(parts)]
+        sampled = [i for i in range(count) if parts[i].sample]
+        if len(sampled) == self.num_rows:
+            self.sample_rows = np.arange(self.num_rows)
+        else:
+            rows: list[int] = []
+            for i in sampled:
+                end = self.row_start[i] + self.row_lens[i]
+                rows += range(end - 1 - len(parts[i].draft_token_ids), end)
+            self.sample_rows = np.array(rows, np.int64)
+
+
+def _row_order(out: SchedulerOutput) -> list[ScheduledRequest]:
+    """Decodes first, then parts with one wanted row, several, none: single rows stay adjacent among the wanted rows, and the
+    sequences with rows come first."""
+    parts, decodes = out.scheduled, out.num_decodes
+    others = parts[decodes:]
+    if all(len(part.rows) == 1 for part in others):
+        return list(parts)
+    return parts[:decodes] + sorted(others, key=lambda part: (0, 1)[len(part.rows) > 1] if len(part.rows) else 2)
+
+
+def _token_ids(parts: Sequence[ScheduledRequest], starts: np.ndarray, out: np.ndarray) -> None:
+    """Input ids of every part; -1 where only the device knows."""
+    singles: list[int] = []
+    bounds = starts.tolist()
+    for i, part in enumerate(parts):
+        request, start = part.request, part.start
+        if part.num_tokens == 1 and len(singles) == i:
+            behind = start - len(request.prompt_token_ids)
+            if behind < 0:
+                singles.append(request.prompt_token_ids[start])
+            else:
+                singles.append(request.output_token_ids[behind] if behind < len(request.output_token_ids) else -1)
+            continue
+        out[bounds[i] : bounds[i + 1]] = request.token_ids(start, part.end)
+        if part.draft_token_ids:
+            out[bounds[i + 1] - len(part.draft_token_ids) : bounds[i + 1]] = part.draft_token_ids
+    out[: len(singles)] = singles
+
+
+def _copies(parts: Sequence[ScheduledRequest]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    by_group: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])
+    for part in parts:
+        for group, source, destination, tokens in part.copies:
+            by_group[group].append((source, destination, tokens))
+    return by_group
+
+
+class _Staging:
+    """Host memory of a step, int32, as named fields; pinned and reused on CUDA.
+
+    A buffer is written again only when the copy out of it has finished: two are enough for one step in flight, a third keeps
+    the host from ever waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self._ring: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._current = torch.empty(0, dtype=torch.int32)
+        self._fields: dict[str, tuple[int, int]] = {}
+        self._size = 0
+
+    def begin(self, **sizes: int) -> dict[str, np.ndarray]:
+        """Fields of the given sizes (int32 elements), uninitialised."""
+        offset, fields = 0, {}
+        for name, size in sizes.items():
+            fields[name] = (offset, size)
+            offset += _round_up(size, ALIGN)
+        self._fields, self._size = fields, offset
+        self._current = self._buffer(offset)
+        array = self._current.numpy()
+        return {name: array[start : start + size] for name, (start, size) in fields.items()}
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        if not self.is_cuda:  # the tensors of a step are views of this memory, so each step gets its own
+            return torch.empty(size, dtype=torch.int32)
+        if len(self._ring) == 3:
+            buffer, copied = self._ring.popleft()
+            if copied is not None:
+                copied.synchronize()
+            if buffer.numel() >= size:
+                return buffer
+        return torch.empty(max(2 * size, 1 << 16), dtype=torch.int32, pin_memory=True)
+
+    def to_device(self) -> dict[str, torch.Tensor]:
+        """The fields on the device, in one copy."""
+        whole = self._current[: self._size]
+        if self.is_cuda:
+            whole = whole.to(self.device, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            self._ring.append((self._current, copied))
+        return {name: whole[start : start + size] for name, (start, size) in self._fields.items()}
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

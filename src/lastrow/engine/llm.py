@@ -1,0 +1,176 @@
+"""LLM: the offline API. Names, arguments and results are vLLM's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lastrow.config import EngineConfig
+from lastrow.core.output import RequestOutput
+from lastrow.core.sampling_params import SamplingParams
+from lastrow.engine.build import build_engine
+from lastrow.models.config import ConfigError
+from lastrow.progress import track
+from lastrow.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model ready to generate.
+
+    model: a folder, a hub id, or `tiny-e`. options: fields of `lastrow.config.EngineConfig`. A request ends at the model's stop
+    ids: those of generation_config and 1, 106, 50. Raises ConfigError, TokenizerError or WeightsError with the reason."""
+
+    def __init__(self, model: str = "tiny-e", **options: Any) -> None:
+        try:
+            self.config = EngineConfig(model=model, **options)
+        except TypeError as error:
+            raise ConfigError(f"{error}; see lastrow.config.EngineConfig for the options") from None
+        self.engine = build_engine(self.config)
+        self._ids = itertools.count()
+
+    # ------------------------------------------------------------------------------------------------------ generation
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results are in the prompts' order.
+
+        A prompt is a text (one <bos> is put in front), {"prompt_token_ids": [...]}, {"prompt": text} or a list of token ids.
+        sampling_params: one for all or one per prompt; None: `get_default_sampling_params()`. use_tqdm: show progress on a
+        terminal. Raises ValueError naming the prompt that cannot be run; then none is."""
+        items = [prompts] if _is_prompt(prompts) else list(prompts)
+        params = self._params(sampling_params, len(items))
+        order = [0] * len(items) if priority is None else list(priority)
+        if len(order) != len(items):
+            raise ValueError(f"priority has {len(order)} entries for {len(items)} prompts")
+        ids: list[str] = []
+        try:
+            for item, p, rank in zip(items, params, order, strict=True):
+                text, tokens = self._tokens(item)
+                request_id = str(next(self._ids))
+                self.engine.add_request(request_id, tokens, p, prompt=text, priority=rank)
+                ids.append(request_id)
+            finished = self._run(len(ids))
+            done = {out.request_id: out for out in (track(finished, "generating", total=len(ids)) if use_tqdm else finished)}
+        except BaseException:
+            self.engine.abort(ids)
+            raise
+        return [done[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several. messages, tools: the OpenAI form. chat_template_kwargs: for the template, such as
+        enable_thinking=True. sampling_params None: the defaults, up to the end of the model's turn."""
+        many = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        if sampling_params is None:
+            sampling_params = replace(self.get_default_sampling_params(), max_tokens=None)
+        prompts = [self._render(m, tools, chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message) for m in many]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield the growing output of one prompt or conversation, whole each time; closing the iterator aborts the request."""
+        if _is_prompt(prompt):
+            text, tokens = self._tokens(prompt)
+        else:
+            text, tokens = self._tokens(self._render(prompt, tools, None, chat_template_kwargs, True, False))
+            sampling_params = sampling_params or replace(self.get_default_sampling_params(), max_tokens=None)
+        request_id = str(next(self._ids))
+        params = self._params(sampling_params, 1)[0]
+        self.engine.add_request(request_id, tokens, params, prompt=text, stream=True)
+        return self._follow(request_id)
+
+    def _follow(self, request_id: str) -> Iterator[RequestOutput]:
+        try:
+            while request_id in self.engine.outputs.groups:
+                yield from (out for out in self.engine.step() if out.request_id == request_id)
+        finally:
+            self.engine.abort(request_id)
+
+    def _run(self, count: int) -> Iterator[RequestOutput]:
+        while count:
+            for output in self.engine.step():
+                if output.finished:
+                    count -= 1
+                    yield output
+
+    # ------------------------------------------------------------------------------------------------------ around it
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. Raises ConfigError where there is none (a named shape with dummy weights)."""
+        if self.engine.tokenizer is None:
+            raise ConfigError(f"shape {self.config.shape!r} has dummy weights and no tokenizer: give prompt_token_ids")
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json says (Gemma 4: temperature 1.0, top_k 64, top_p 0.95), used when no parameters are given."""
+        known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        source = {} if self.engine.tokenizer is None else self.engine.tokenizer.generation_config
+        values = {name: source[name] for name in known if source.get(name) is not None}
+        if source.get("do_sample") is False:
+            values["temperature"] = 0.0
+        return SamplingParams(**values)
+
+    def shutdown(self) -> None:
+        """End all requests. The memory goes when the object does."""
+        self.engine.abort(list(self.engine.outputs.groups))
+
+    def _render(
+        self, messages: Any, tools: Any, template: str | None, kwargs: Mapping[str, Any] | None, generation_prompt: bool, go_on: bool
+    ) -> dict[str, Any]:
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=generation_prompt, continue_final_message=go_on, tokenize=False,
+            chat_template=template, **(kwargs or {}),
+        )  # fmt: skip
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text)}
+
+    def _tokens(self, prompt: Any) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.get_tokenizer().encode(prompt)
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), prompt["prompt_token_ids"]
+            if isinstance(prompt.get("prompt"), str):
+                return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"])
+            raise ValueError(f"a prompt has the keys {sorted(prompt)}: 'prompt_token_ids' or 'prompt' is needed")
+        if isinstance(prompt, Sequence):
+            return None, prompt
+        raise ValueError(f"a prompt is a {type(prompt).__name__}: a text, a list of token ids or {{'prompt_token_ids': [...]}} is needed")
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one per prompt")
+        return list(params)
+
+
+def _is_prompt(prompts: Any) -> bool:
+    """One prompt, not a list of them: a text, a mapping, or a flat list of integers."""
+    return isinstance(prompts, str | Mapping) or (isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int))

@@ -1,0 +1,252 @@
+"""One step on the device: inputs, model, head on the wanted rows, sampling; results come back by request id.
+
+`execute` returns at once on CUDA: the sampled ids stay on the device for the next step and are copied to pinned host memory, and
+`StepHandle.result` waits for that copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from lastrow.core.output import Logprob, ModelRunnerOutput, SchedulerOutput
+from lastrow.engine.inputs import InputBatch, StepInputs
+from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
+from lastrow.engine.sampler import Sampler
+from lastrow.engine.sampling_state import Grammar
+from lastrow.kv.pool import KVPool
+from lastrow.models.batch import ForwardBatch
+
+LOGIT_ROWS_BYTES = 1 << 28  # prompt-logprob rows are taken through the head in chunks of at most this many bytes of logits
+
+
+class Model(Protocol):
+    """What the runner needs of a model; `models.gemma4.Gemma4Model` is one."""
+
+    def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor | None: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def label_logits(self, hidden: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor: ...
+
+    def logsumexp(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class GraphRunner(Protocol):
+    """Replays captured forwards (engine/cuda_graphs.py)."""
+
+    def replay(self, step: StepInputs) -> torch.Tensor | None:
+        """The wanted rows' hidden state [R, H] of a step that fits a captured graph, else None: then it runs eagerly."""
+        ...
+
+
+@dataclass(slots=True)
+class RunnerStats:
+    """Since the start. rows_given: tokens of all steps; rows_computed: those of them that the layers after the cut ran on.
+    eager, graphs: steps by how they ran."""
+
+    steps: int = 0
+    rows_given: int = 0
+    rows_computed: int = 0
+    eager: int = 0
+    graphs: int = 0
+
+
+@dataclass(slots=True)
+class _Labels:
+    """Rows of requests with the same labels: (request id, position) per row of values [m, n] and logsumexp [m] (or None)."""
+
+    keys: list[tuple[str, int, bool]]
+    values: torch.Tensor
+    logsumexp: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """Results of one step on their way to the host."""
+
+    requests: list[str]
+    drafts: dict[str, Sequence[int]] = field(default_factory=dict)
+    sampled: torch.Tensor | None = None
+    logprobs: LogprobTensors | None = None
+    prompt_logprobs: list[tuple[list[tuple[str, int]], LogprobTensors]] = field(default_factory=list)
+    labels: list[_Labels] = field(default_factory=list)
+    done: torch.cuda.Event | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the device and decode. Call it once."""
+        if self.done is not None:
+            self.done.synchronize()
+        out = ModelRunnerOutput()
+        if self.sampled is not None:
+            self._decode_sampled(out, self.sampled.tolist())
+        for keys, tensors in self.prompt_logprobs:
+            for (request_id, position), entry in zip(keys, tensors.decode(), strict=True):
+                out.prompt_logprobs.setdefault(request_id, {})[position] = entry
+        for labels in self.labels:
+            sums = [None] * len(labels.keys) if labels.logsumexp is None else labels.logsumexp.tolist()
+            for (request_id, position, mass), values, total in zip(labels.keys, labels.values.tolist(), sums, strict=True):
+                out.label_logits.setdefault(request_id, {})[position] = (values, total if mass else None)
+        return out
+
+    def _decode_sampled(self, out: ModelRunnerOutput, tokens: list[int]) -> None:
+        if not self.drafts:
+            out.sampled_token_ids = {request_id: [token] for request_id, token in zip(self.requests, tokens, strict=True)}
+        else:
+            for request_id, token in zip(self.requests, tokens, strict=True):
+                out.sampled_token_ids.setdefault(request_id, []).append(token)
+            for request_id, drafts in self.drafts.items():
+                out.sampled_token_ids[request_id] = accept(out.sampled_token_ids[request_id], drafts)
+        if self.logprobs is not None:
+            for (row, _, _), entry in zip(self.logprobs.wishes, self.logprobs.decode(), strict=True):
+                of = out.logprobs.setdefault(self.requests[row], [])
+                if len(of) < len(out.sampled_token_ids[self.requests[row]]):
+                    of.append(entry)
+
+
+def accept(sampled: list[int], drafts: Sequence[int]) -> list[int]:
+    """Tokens that stand: row i was sampled behind drafts[:i], so it stands as long as every draft before it was what the target
+    sampled there. Exact for any sampling, because a token's random number depends on its index alone."""
+    for i, draft in enumerate(drafts):
+        if sampled[i] != draft:
+            return sampled[: i + 1]
+    return sampled
+
+
+class ModelRunner:
+    """model + pool + sampler. block_size and max_model_len size the block tables; encode: text -> ids for bad_words."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool | None,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.device = torch.device(device)
+        self.inputs = InputBatch(max_num_seqs, max_model_len, block_size, device)
+        self.sampler = Sampler(max_num_seqs, vocab_size, device, encode)
+        self.grammars: dict[str, Grammar] = {}
+        self.graphs: GraphRunner | None = None
+        self.stats = RunnerStats()
+        self._logit_rows = max(1, LOGIT_ROWS_BYTES // (4 * vocab_size))
+
+    # ------------------------------------------------------------------------------------------------------ a step
+    @torch.inference_mode()
+    def execute(self, out: SchedulerOutput) -> StepHandle:
+        """Run a step. An empty one only frees slots."""
+        self.inputs.drop(out.preempted)
+        self.inputs.drop(out.finished)
+        if out.is_empty:
+            return StepHandle([])
+        for part in out.scheduled:
+            if part.request.request_id not in self.inputs.slot_of:
+                slot = self.inputs.admit(part.request)
+                self.sampler.admit(slot, part.request, self.grammars.get(part.request.request_id))
+        step = self.inputs.prepare(out)
+        hidden = self.forward(step)
+        handle = StepHandle([])
+        if hidden is not None:
+            self._sample(step, hidden, handle)
+            self._score(step, hidden, handle)
+        return self._send(handle)
+
+    def forward(self, step: StepInputs) -> torch.Tensor | None:
+        """Hidden state of the wanted rows [R, H]: by a captured graph where one fits, eagerly elsewhere."""
+        self.stats.steps += 1
+        self.stats.rows_given += step.num_tokens
+        self.stats.rows_computed += step.num_rows
+        if self.graphs is not None:
+            hidden = self.graphs.replay(step)
+            if hidden is not None:
+                self.stats.graphs += 1
+                return hidden
+        self.stats.eager += 1
+        return self.model.forward(step.batch, self.pool)
+
+    def _sample(self, step: StepInputs, hidden: torch.Tensor, handle: StepHandle) -> None:
+        """Next tokens of the rows that are sampled; the device keeps them by slot for the next step."""
+        of = step.sample_parts
+        if not of:
+            return
+        logits = self.model.logits(hidden if step.sample_rows is None else hidden[step.sample_rows])
+        parts = [step.parts[i] for i in of]
+        prompt = np.fromiter((len(part.request.prompt_token_ids) for part in parts), np.int64, len(parts))
+        handle.requests = [part.request.request_id for part in parts]
+        handle.drafts = {part.request.request_id: part.draft_token_ids for part in parts if part.draft_token_ids}
+        handle.sampled, handle.logprobs = self.sampler.sample(logits, step.slots[of], step.sample_positions + 1 - prompt)
+        self.inputs.keep_sampled(step.sample_slots, handle.sampled)
+
+    def _score(self, step: StepInputs, hidden: torch.Tensor, handle: StepHandle) -> None:
+        """Prompt logprobs and label logits of the rows that are wanted for them."""
+        prompt: list[tuple[int, str, int, int, int]] = []
+        labels: dict[tuple[int, ...], list[tuple[int, str, int, bool]]] = {}
+        if len(step.sample_parts) == step.num_rows:
+            return
+        for i, part in enumerate(step.parts):
+            request, params = part.request, part.request.sampling_params
+            count = len(part.rows) - (1 + len(part.draft_token_ids) if part.sample else 0)
+            rows = zip(range(step.row_start[i], step.row_start[i] + count), part.rows, strict=False)
+            if request.label_token_ids:
+                mass = params.logprobs is not None
+                of = labels.setdefault(request.label_token_ids, [])
+                of += [(row, request.request_id, position, mass) for row, position in rows]
+            elif request.label_token_ids is None and params.prompt_logprobs is not None:
+                ids, last = request.prompt_token_ids, request.num_prompt_tokens - 1
+                k = params.prompt_logprobs
+                prompt += [(row, request.request_id, at + 1, ids[at + 1], k) for row, at in rows if at < last]
+        for first in range(0, len(prompt), self._logit_rows):
+            self._prompt_logprobs(hidden, prompt[first : first + self._logit_rows], handle)
+        for label_ids, rows_of in labels.items():
+            self._label_logits(hidden, label_ids, rows_of, handle)
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, rows: list[tuple[int, str, int, int, int]], handle: StepHandle) -> None:
+        index, targets = self._on_device([row[0] for row in rows]), self._on_device([row[3] for row in rows])
+        wishes = [(row, k, ()) for row, (_, _, _, _, k) in enumerate(rows)]
+        tensors = gather_logprobs(self.model.logits(hidden[index]), targets, wishes)
+        handle.prompt_logprobs.append(([(request_id, position) for _, request_id, position, _, _ in rows], tensors))
+
+    def _label_logits(
+        self, hidden: torch.Tensor, label_ids: tuple[int, ...], rows: list[tuple[int, str, int, bool]], handle: StepHandle
+    ) -> None:
+        wanted = hidden[self._on_device([row[0] for row in rows])]
+        values = self.model.label_logits(wanted, self._on_device(list(label_ids)))
+        total = self.model.logsumexp(wanted) if any(mass for _, _, _, mass in rows) else None
+        handle.labels.append(_Labels([row[1:] for row in rows], values, total))
+
+    def _on_device(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    # ------------------------------------------------------------------------------------------------------ results
+    def _send(self, handle: StepHandle) -> StepHandle:
+        """Start the copies of the results to the host."""
+        if self.device.type != "cuda":
+            return handle
+        if handle.sampled is not None:
+            handle.sampled = _to_pinned(handle.sampled)
+        for tensors in [*([handle.logprobs] if handle.logprobs else []), *(t for _, t in handle.prompt_logprobs)]:
+            tensors.ids, tensors.values, tensors.ranks = (_to_pinned(t) for t in (tensors.ids, tensors.values, tensors.ranks))
+        for labels in handle.labels:
+            labels.values = _to_pinned(labels.values)
+            labels.logsumexp = None if labels.logsumexp is None else _to_pinned(labels.logsumexp)
+        handle.done = torch.cuda.Event()
+        handle.done.record()
+        return handle
+
+
+def _to_pinned(t: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+    return host.copy_(t, non_blocking=True)
+
+
+__all__ = ["GraphRunner", "Grammar", "Logprob", "Model", "ModelRunner", "RunnerStats", "StepHandle", "accept"]

@@ -1,0 +1,202 @@
+"""Logits -> tokens, for every request by its own parameters.
+
+A random token is the inverse of the cumulative distribution at one number that depends on (seed, output index) alone. Weights are
+integers (exp of the shifted logit in units of 2^-40), so sums have no rounding and no order: the token depends on the row's logits
+and that number, never on what else is in the batch. Order of operations (vLLM's): logit_bias, penalties and masks, temperature,
+min_p, top_k, top_p. Tokens tied with the last one that top_k or top_p keeps are kept, too; ties for the greedy token go to the
+lowest id. logprobs are those of the softcapped logits before any of this ("raw_logprobs", vLLM's default)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from lastrow.core.request import Request
+from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
+from lastrow.engine.sampling_state import EDITS, LOGPROBS, RANDOM, Grammar, RequestSampling, uniforms
+
+WEIGHT_UNIT = 2.0**40  # a 2^18-token row then sums to at most 2^58
+CDF_BLOCK = 512  # the cumulative sum is searched in two levels: blocks, then inside one
+MAX_ELEMENTS = 1 << 24  # logits handled at once: bounds the temporaries (about 40 bytes each)
+
+
+class Sampler:
+    """Parameters by slot. device: where logits live. encode: text -> ids without BOS, for bad_words."""
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device | str, encode: Callable[[str], list[int]] | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.encode = encode
+        self.states: list[RequestSampling | None] = [None] * max_num_seqs
+        self.flags = np.zeros(max_num_seqs, np.int64)
+        self.seeds = np.zeros(max_num_seqs, np.uint64)
+        self.temperature = np.ones(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int64)
+        self.top_p = np.ones(max_num_seqs, np.float64)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
+
+    def admit(self, slot: int, request: Request, grammar: Grammar | None = None) -> None:
+        """Prepare `slot` for a request. Raises ValueError where its parameters need a tokenizer and there is none."""
+        params = request.sampling_params
+        state = RequestSampling(request, self.vocab_size, self.device, self.encode, grammar)
+        self.states[slot] = state
+        self.flags[slot], self.seeds[slot] = state.flags, state.seed
+        self.temperature[slot] = 1.0 if params.is_greedy else params.temperature
+        self.top_k[slot] = min(params.top_k, self.vocab_size)
+        self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
+
+    def sample(self, logits: torch.Tensor, slots: np.ndarray, output_index: np.ndarray) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """logits [n, V] fp32, softcapped, may be overwritten; slots [n]: each row's slot; output_index [n]: number of the token to
+        come, from 0. Returns ids [n] int64 on the device and the logprobs of the rows that ask."""
+        flags = self.flags[slots]
+        every = int(np.bitwise_or.reduce(flags))
+        if not every:
+            return logits.argmax(-1), None
+        wanting = np.flatnonzero(flags & LOGPROBS)
+        raw = None
+        if len(wanting):
+            raw = logits[torch.from_numpy(wanting).to(self.device)] if every & EDITS or len(wanting) < len(slots) else logits
+        if every & EDITS:
+            self._edit(logits, slots, output_index, np.flatnonzero(flags & EDITS))
+        ids = logits.argmax(-1)
+        random = np.flatnonzero(flags & RANDOM)
+        if len(random):
+            numbers = uniforms(self.seeds[slots[random]], output_index[random])
+            chosen = self._draw(logits, random, slots[random], numbers)
+            ids = chosen if len(random) == len(slots) else ids.index_copy(0, torch.from_numpy(random).to(self.device), chosen)
+        if raw is None:
+            return ids, None
+        wishes = [(int(row), self.states[slots[row]]) for row in wanting]
+        taken = ids if len(wanting) == len(slots) else ids[torch.from_numpy(wanting).to(self.device)]
+        return ids, gather_logprobs(raw, taken, [(row, s.num_logprobs, s.logprob_token_ids) for row, s in wishes if s])
+
+    def _draw(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
+        step = max(1, MAX_ELEMENTS // logits.shape[1])
+        drawn = []
+        for first in range(0, len(rows), step):
+            part = slice(first, first + step)
+            some = logits if len(rows) == len(logits) <= step else logits[torch.from_numpy(rows[part]).to(self.device)]
+            of = slots[part]
+            drawn.append(draw(some, self.temperature[of], self.top_k[of], self.top_p[of], self.min_p[of], numbers[part]))
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+    # ------------------------------------------------------------------------------------------------------ edits
+    def _edit(self, logits: torch.Tensor, slots: np.ndarray, output_index: np.ndarray, rows: np.ndarray) -> None:
+        """logit_bias, penalties and masks of `rows`, in place: one scatter per kind for the whole batch."""
+        bias, repeated, counted, masked = _Scatter(), _Scatter(), _Scatter(), _Scatter()
+        for row in rows.tolist():
+            state = self.states[slots[row]]
+            assert state is not None, f"slot {slots[row]} has no request"
+            start = row * self.vocab_size
+            state.count_output()
+            if len(state.bias_ids):
+                bias.add(start, state.bias_ids, state.bias_values)
+            if state.repetition != 1.0:
+                ids = state.repeated_ids()
+                repeated.add(start, ids, np.full(len(ids), state.repetition, np.float32))
+            if state.presence or state.frequency:
+                counts = state.output_counts
+                counted.add(start, counts.ids, -(state.frequency * counts.counts + np.float32(state.presence)))
+            masked.add(start, state.masked_ids(int(output_index[row])))
+            if state.disallowed is not None:
+                logits[row].masked_fill_(state.disallowed, float("-inf"))
+            if state.grammar is not None:
+                allowed = np.empty(self.vocab_size, bool)
+                state.grammar.fill_mask(allowed)
+                logits[row].masked_fill_(torch.from_numpy(~allowed).to(self.device), float("-inf"))
+        flat = logits.view(-1)
+        if bias:
+            flat.index_add_(0, *bias.tensors(self.device))
+        if repeated:
+            index, factor = repeated.tensors(self.device)
+            value = flat[index]
+            flat[index] = torch.where(value > 0, value / factor, value * factor)
+        if counted:
+            flat.index_add_(0, *counted.tensors(self.device))
+        if masked:
+            flat[masked.tensors(self.device)[0]] = float("-inf")
+
+
+class _Scatter:
+    """Flat logit indices and values collected over rows."""
+
+    def __init__(self) -> None:
+        self._index: list[np.ndarray] = []
+        self._value: list[np.ndarray] = []
+
+    def add(self, start: int, ids: np.ndarray | Sequence[int], values: np.ndarray | None = None) -> None:
+        if len(ids):
+            self._index.append(np.asarray(ids, np.int64) + start)
+            self._value.append(np.zeros(len(ids), np.float32) if values is None else values)
+
+    def __bool__(self) -> bool:
+        return bool(self._index)
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        index, value = np.concatenate(self._index), np.concatenate(self._value).astype(np.float32)
+        return torch.from_numpy(index).to(device), torch.from_numpy(value).to(device)
+
+
+# ---------------------------------------------------------------------------------------------------------- drawing
+def draw(
+    logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, numbers: np.ndarray
+) -> torch.Tensor:
+    """One token per row: logits [n, V] fp32, parameters [n] (top_k 0, top_p 1, min_p 0: off), numbers [n] in [0, 1) -> [n] int64."""
+    device = logits.device
+    x = logits if (temperature == 1.0).all() else logits / torch.from_numpy(temperature).to(device)[:, None]
+    top = x.amax(-1, keepdim=True)
+    likelihood = torch.exp(x - top)
+    weight = (likelihood * WEIGHT_UNIT).to(torch.int64)
+    if min_p.any():
+        weight.masked_fill_(likelihood < torch.from_numpy(min_p).to(device)[:, None], 0)
+    limited = top_k > 0
+    _truncate(x, top, weight, np.flatnonzero(limited), top_k, top_p, min_p)
+    _truncate(x, top, weight, np.flatnonzero(~limited & (top_p < 1.0)), top_k, top_p, min_p)
+    return inverse_cdf(weight, torch.from_numpy(numbers).to(device))
+
+
+def _truncate(
+    x: torch.Tensor, top: torch.Tensor, weight: torch.Tensor, rows: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
+) -> None:
+    """Set to 0 the weights of `rows` that top_k or top_p cut off. Rows without top_k are sorted whole: keep them apart."""
+    if not len(rows):
+        return
+    device, whole = x.device, len(rows) == len(x)
+    index = torch.from_numpy(rows).to(device)
+    largest = int(top_k[rows].max()) or x.shape[1]
+    some, kept = (x, weight) if whole else (x[index], weight[index])
+    best = some.topk(largest).values
+    last = torch.from_numpy(np.where(top_k[rows] > 0, top_k[rows], largest) - 1).to(device)
+    border = best.gather(1, last[:, None])
+    kept = kept.masked_fill(some < border, 0)
+    if (top_p[rows] < 1.0).any():
+        likelihood = torch.exp(best - (top if whole else top[index]))
+        best_weight = (likelihood * WEIGHT_UNIT).to(torch.int64).masked_fill_(best < border, 0)
+        best_weight.masked_fill_(likelihood < torch.from_numpy(min_p[rows]).to(device)[:, None], 0)
+        before = best_weight.cumsum(-1) - best_weight
+        share = torch.from_numpy(top_p[rows]).to(device)[:, None] * kept.sum(-1, keepdim=True)
+        inside = (before < share) | (torch.from_numpy(top_p[rows]).to(device)[:, None] >= 1.0)
+        border = best.masked_fill(~inside, float("inf")).amin(-1, keepdim=True)
+        kept.masked_fill_(some < border, 0)
+    if whole:
+        weight.copy_(kept)
+    else:
+        weight.index_copy_(0, index, kept)
+
+
+def inverse_cdf(weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """weight [n, V] int64 >= 0, numbers [n] float64 in [0, 1) -> the first id [n] whose cumulative weight, in id order, exceeds
+    number * total."""
+    n, size = weight.shape
+    blocks = torch.nn.functional.pad(weight, (0, -size % CDF_BLOCK)).view(n, -1, CDF_BLOCK)
+    ends = blocks.sum(-1).cumsum(-1)
+    total = ends[:, -1]
+    target = torch.minimum((numbers * total).to(torch.int64), total - 1)[:, None]
+    block = (ends <= target).sum(-1, keepdim=True)
+    begin = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0)
+    inner = blocks.gather(1, block[:, :, None].expand(-1, 1, CDF_BLOCK))[:, 0].cumsum(-1)
+    return block[:, 0] * CDF_BLOCK + (inner <= target - begin).sum(-1)

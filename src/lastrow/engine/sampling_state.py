@@ -1,0 +1,159 @@
+"""What one request asks of the sampler, prepared once: the edits of its logits, its seed, and its logprob wishes.
+
+vLLM's meanings: repetition penalty over prompt and output, presence and frequency over the output, bad words over the output,
+min_tokens masks the stop ids, logit_bias is added before the penalties."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from lastrow.core.request import Request
+
+RANDOM, LOGPROBS, EDITS = 1, 2, 4
+
+
+class Grammar(Protocol):
+    """A structured-output constraint of one request, kept up to date by whoever made it."""
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        """Set row [V] bool to True for every token that may come next and to False for all others."""
+        ...
+
+
+class TokenCounts:
+    """Distinct tokens of a growing output and how often each came; the arrays are views, valid until the next update."""
+
+    def __init__(self) -> None:
+        self._place: dict[int, int] = {}
+        self._ids = np.empty(64, np.int64)
+        self._counts = np.empty(64, np.float32)
+        self.seen = 0
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self._ids[: len(self._place)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        return self._counts[: len(self._place)]
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """Take in what `tokens` holds beyond what was seen before."""
+        for token in tokens[self.seen :]:
+            place = self._place.get(token)
+            if place is None:
+                place = self._place[token] = len(self._place)
+                if place == len(self._ids):
+                    self._ids, self._counts = np.resize(self._ids, 2 * place), np.resize(self._counts, 2 * place)
+                self._ids[place], self._counts[place] = token, 0
+            self._counts[place] += 1
+        self.seen = len(tokens)
+
+
+class RequestSampling:
+    """Sampling state of one request while it has a slot; rebuilt from the request after a preemption.
+
+    encode: text -> token ids without BOS, for bad_words."""
+
+    def __init__(
+        self,
+        request: Request,
+        vocab_size: int,
+        device: torch.device,
+        encode: Callable[[str], list[int]] | None = None,
+        grammar: Grammar | None = None,
+    ) -> None:
+        params = request.sampling_params
+        self.request = request
+        self.grammar = grammar
+        self.seed = request_seed(request)
+        self.num_logprobs = params.logprobs
+        self.logprob_token_ids = list(params.logprob_token_ids or ())
+        self.bias_ids = np.fromiter(params.logit_bias or (), np.int64)
+        self.bias_values = np.fromiter((params.logit_bias or {}).values(), np.float32)
+        self.bad_words = bad_word_ids(params.bad_words or (), encode)
+        self.stop_ids = np.fromiter(sorted(request.stop_token_ids), np.int64)
+        self.min_tokens = params.min_tokens
+        self.disallowed: torch.Tensor | None = None
+        if params.allowed_token_ids is not None:
+            mask = np.ones(vocab_size, bool)
+            mask[list(params.allowed_token_ids)] = False
+            self.disallowed = torch.from_numpy(mask).to(device)
+        self.presence, self.frequency = params.presence_penalty, params.frequency_penalty
+        self.repetition = params.repetition_penalty
+        self.output_counts = TokenCounts()
+        self.prompt_ids = np.unique(np.array(request.prompt_token_ids, np.int64)) if self.repetition != 1.0 else self.bias_ids[:0]
+        self.flags = self._flags()
+
+    def _flags(self) -> int:
+        params = self.request.sampling_params
+        edits = (
+            len(self.bias_ids) or self.bad_words or self.min_tokens or self.disallowed is not None or self.grammar is not None
+            or self.presence or self.frequency or self.repetition != 1.0
+        )  # fmt: skip
+        flags = 0 if params.is_greedy else RANDOM
+        flags |= LOGPROBS if self.num_logprobs is not None or self.logprob_token_ids else 0
+        return flags | (EDITS if edits else 0)
+
+    def count_output(self) -> None:
+        if self.presence or self.frequency or self.repetition != 1.0:
+            self.output_counts.update(self.request.output_token_ids)
+
+    def repeated_ids(self) -> np.ndarray:
+        """Distinct tokens of prompt and output."""
+        return np.union1d(self.prompt_ids, self.output_counts.ids)
+
+    def masked_ids(self, output_index: int) -> np.ndarray | list[int]:
+        """Ids that may not be the output token number `output_index` (from 0)."""
+        masked = [words[-1] for words in self.bad_words if self._ends_with(words[:-1])]
+        if output_index < self.min_tokens:
+            return np.concatenate((self.stop_ids, np.array(masked, np.int64)))
+        return masked
+
+    def _ends_with(self, words: list[int]) -> bool:
+        output = self.request.output_token_ids
+        return not words or output[-len(words) :] == words
+
+
+def bad_word_ids(words: Iterable[str], encode: Callable[[str], list[int]] | None) -> list[list[int]]:
+    """Token sequences of each word, as it stands and with a leading space where that changes the first token only.
+
+    Raises ValueError without a tokenizer. Source: vLLM SamplingParams.update_from_tokenizer."""
+    sequences: list[list[int]] = []
+    for word in words:
+        if encode is None:
+            raise ValueError("bad_words needs a tokenizer, and this engine has none: use logit_bias with token ids")
+        plain, spaced = encode(word.lstrip()), encode(" " + word.lstrip())
+        sequences += [ids for ids in (plain,) if ids]
+        if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+            sequences.append(spaced)
+    return sequences
+
+
+def request_seed(request: Request) -> int:
+    """The request's own seed, or one made of its id, as 64 bits."""
+    seed = request.sampling_params.seed
+    if seed is None:
+        return int.from_bytes(hashlib.blake2b(request.request_id.encode(), digest_size=8).digest(), "little")
+    return seed & (2**64 - 1)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser (Steele, Lea, Flood 2014) on uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: np.ndarray, output_index: np.ndarray) -> np.ndarray:
+    """seeds [n] uint64, output_index [n] -> [n] float64 in [0, 1), a function of the pair alone.
+
+    Counter-based: which number a token gets depends on nothing that happened before it, so preemption, batching and steps in
+    flight cannot change it."""
+    counter = (output_index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return (_mix(_mix(seeds.astype(np.uint64)) + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
