@@ -19,6 +19,7 @@ from lastrow.core.scheduler import Scheduler
 from lastrow.engine.model_runner import ModelRunner, StepHandle
 from lastrow.engine.output_processor import OutputProcessor, RequestGroup
 from lastrow.engine.sampling_state import Grammar
+from lastrow.engine.structured_output import GrammarBackend
 from lastrow.tokenizer import Tokenizer
 
 IDLE_STEPS = 3  # empty steps in a row, nothing in flight, before the watchdog speaks: one may pass while blocks change hands
@@ -58,6 +59,7 @@ class LLMEngine:
         self._num_requests = 0
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._idle_steps = 0
+        self._grammars: GrammarBackend | None = None
 
     # ------------------------------------------------------------------------------------------------------ requests
     def add_request(
@@ -75,7 +77,6 @@ class LLMEngine:
         label_token_ids: Sequence[int] | None = None,
         fork_of: str | None = None,
         fork_num_tokens: int = 0,
-        grammar: Grammar | None = None,
     ) -> None:
         """Queue a request. Raises ValueError, in one line, for whatever can never be answered.
 
@@ -93,15 +94,15 @@ class LLMEngine:
         requests = [
             self._request(request_id, i, ids, params, prompt_rows, label_token_ids, priority, cache_salt, arrival) for i in range(params.n)
         ]
+        grammars = {request.request_id: self._grammar(request) for request in requests} if params.structured_outputs else {}
         self._num_requests += 1
         self.scheduler.add_request(requests[0], fork_of, fork_num_tokens)
+        self.runner.grammars.update(grammars)
         for request in requests[1:]:
             if len(ids) > 1:
                 self.scheduler.add_request(request, requests[0].request_id, len(ids) - 1)
             else:
                 self.scheduler.add_request(request)
-        if grammar is not None:
-            self.runner.grammars.update({request.request_id: grammar for request in requests})
         self.outputs.add(RequestGroup(request_id, prompt, stream), requests)
 
     def _request(
@@ -120,6 +121,13 @@ class LLMEngine:
             rows = range(len(ids) - 1)
         name = request_id if params.n == 1 else f"{index}_{request_id}"
         return Request(name, ids, params, stops, rows, labels, priority, cache_salt, arrival)
+
+    def _grammar(self, request: Request) -> Grammar:
+        if self._grammars is None:
+            if self.tokenizer is None:
+                raise ValueError(f"request {request.request_id}: structured_outputs needs a tokenizer, and this model has none")
+            self._grammars = GrammarBackend(self.tokenizer, self.vocab_size)
+        return self._grammars.matcher(request.sampling_params.structured_outputs, request.prompt_token_ids)
 
     def _request_seed(self, params: SamplingParams, index: int) -> int | None:
         if params.is_greedy:
@@ -214,8 +222,8 @@ class LLMEngine:
         if self._idle_steps >= IDLE_STEPS:
             request = next(iter(self.scheduler.requests.values()))
             raise EngineStuck(
-                f"request {request.request_id} ({request.status.value}, {request.num_computed_tokens} of {request.num_tokens} tokens computed) "
-                f"and {len(self.scheduler.requests) - 1} others make no progress: nothing is scheduled and nothing is in flight"
+                f"request {request.request_id} ({request.status.value}, {request.num_computed_tokens} of {request.num_tokens} tokens "
+                f"computed) and {len(self.scheduler.requests) - 1} others make no progress: nothing is scheduled, nothing in flight"
             )
 
     def _forget_grammars(self, request_ids: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lastrow.core.output import Logprob, ModelRunnerOutput, SchedulerOutput
+from lastrow.core.output import ModelRunnerOutput, SchedulerOutput
 from lastrow.engine.inputs import InputBatch, StepInputs
 from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
 from lastrow.engine.sampler import Sampler
@@ -247,6 +247,3 @@ class ModelRunner:
 def _to_pinned(t: torch.Tensor) -> torch.Tensor:
     host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
     return host.copy_(t, non_blocking=True)
-
-
-__all__ = ["GraphRunner", "Grammar", "Logprob", "Model", "ModelRunner", "RunnerStats", "StepHandle", "accept"]

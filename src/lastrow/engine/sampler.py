@@ -105,9 +105,8 @@ class Sampler:
             if state.disallowed is not None:
                 logits[row].masked_fill_(state.disallowed, float("-inf"))
             if state.grammar is not None:
-                allowed = np.empty(self.vocab_size, bool)
-                state.grammar.fill_mask(allowed)
-                logits[row].masked_fill_(torch.from_numpy(~allowed).to(self.device), float("-inf"))
+                disallowed = torch.from_numpy(state.disallowed_by_grammar(state.grammar)).to(self.device)
+                logits[row].masked_fill_(disallowed, float("-inf"))
         flat = logits.view(-1)
         if bias:
             flat.index_add_(0, *bias.tensors(self.device))

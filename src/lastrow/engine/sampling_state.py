@@ -18,11 +18,14 @@ RANDOM, LOGPROBS, EDITS = 1, 2, 4
 
 
 class Grammar(Protocol):
-    """A structured-output constraint of one request, kept up to date by whoever made it."""
+    """A structured-output constraint of one request; engine/structured_output.py makes them."""
 
-    def fill_mask(self, row: np.ndarray) -> None:
-        """Set row [V] bool to True for every token that may come next and to False for all others."""
-        ...
+    @property
+    def num_tokens(self) -> int: ...
+
+    def accept(self, token: int) -> bool: ...
+
+    def fill_mask(self, row: np.ndarray) -> None: ...
 
 
 class TokenCounts:
@@ -70,6 +73,7 @@ class RequestSampling:
     ) -> None:
         params = request.sampling_params
         self.request = request
+        self.vocab_size = vocab_size
         self.grammar = grammar
         self.seed = request_seed(request)
         self.num_logprobs = params.logprobs
@@ -103,6 +107,14 @@ class RequestSampling:
     def count_output(self) -> None:
         if self.presence or self.frequency or self.repetition != 1.0:
             self.output_counts.update(self.request.output_token_ids)
+
+    def disallowed_by_grammar(self, grammar: Grammar) -> np.ndarray:
+        """[V] bool, after the grammar has seen the output so far."""
+        for token in self.request.output_token_ids[grammar.num_tokens :]:
+            grammar.accept(token)
+        row = np.empty(self.vocab_size, np.bool_)
+        grammar.fill_mask(row)
+        return ~row
 
     def repeated_ids(self) -> np.ndarray:
         """Distinct tokens of prompt and output."""
