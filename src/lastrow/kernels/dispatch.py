@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lastrow.kernels.geglu import reference_pack
-from lastrow.kernels import add_norm, attention, embedding, geglu, head, ple_gate, ple_inputs, qkv_epilogue
+from lastrow.kernels import add_norm, attention, centroid_head, embedding, geglu, head, ple_gate, ple_inputs, qkv_epilogue
 
 
 class ReferenceOps:
@@ -65,3 +65,7 @@ class ReferenceOps:
     def head_logsumexp(self, h, table, cap):
         self.counts["head_logsumexp"] += 1
         return head.reference_logsumexp(h, table, cap)
+
+    def centroid_head(self, y, centroids, clusters, cluster_ids, top_k):
+        self.counts["centroid_head"] += 1
+        return centroid_head.reference(y, centroids, clusters, cluster_ids, top_k)
