@@ -211,9 +211,11 @@ class KVCacheManager:
     def allocate(self, request: Request, num_tokens: int) -> tuple[tuple[int, int, int, int], ...]:
         """Blocks for the next num_tokens tokens (as num_fit allowed). Returns the copies of a fork's first part."""
         blocks, size = self._blocks[request.request_id], self.config.block_size
+        wanted = self.config.num_blocks(request.num_computed_tokens + num_tokens)
         for group in self._groups:
             table = blocks.tables[group]
-            table.extend(self.pools[group].allocate(max(0, self.config.num_blocks(request.num_computed_tokens + num_tokens) - len(table))))
+            if wanted > len(table):
+                table.extend(self.pools[group].allocate(wanted - len(table)))
         copies = [(g, src, blocks.tables[g][request.num_computed_tokens // size], tokens) for g, src, tokens in blocks.pending]
         # The source stays referenced until the step is complete: nobody may be given it, and write to it, in this same step.
         self._pinned += [(group, source) for group, source, _ in blocks.pending]
