@@ -122,12 +122,17 @@ class LLMEngine:
         name = request_id if params.n == 1 else f"{index}_{request_id}"
         return Request(name, ids, params, stops, rows, labels, priority, cache_salt, arrival)
 
-    def _grammar(self, request: Request) -> Grammar:
-        if self._grammars is None:
-            if self.tokenizer is None:
-                raise ValueError(f"request {request.request_id}: structured_outputs needs a tokenizer, and this model has none")
+    def prepare_grammars(self) -> GrammarBackend | None:
+        """The compiler of structured outputs, made once (about a second for a large vocabulary); None without a tokenizer."""
+        if self._grammars is None and self.tokenizer is not None:
             self._grammars = GrammarBackend(self.tokenizer, self.vocab_size)
-        return self._grammars.matcher(request.sampling_params.structured_outputs, request.prompt_token_ids)
+        return self._grammars
+
+    def _grammar(self, request: Request) -> Grammar:
+        backend = self.prepare_grammars()
+        if backend is None:
+            raise ValueError(f"request {request.request_id}: structured_outputs needs a tokenizer, and this model has none")
+        return backend.matcher(request.sampling_params.structured_outputs, request.prompt_token_ids)
 
     def _request_seed(self, params: SamplingParams, index: int) -> int | None:
         if params.is_greedy:
