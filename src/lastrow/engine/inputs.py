@@ -8,45 +8,85 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from lastrow.core.output import ScheduledRequest, SchedulerOutput
 from lastrow.core.request import Request
-from lastrow.kernels.rows import QueryRows
+from lastrow.kernels.rows import AttentionPlan, QueryRows, tile_array
 from lastrow.models.batch import ForwardBatch
 
 ALIGN = 32  # int32 elements: every field of a step's buffer starts on 128 bytes, so kernels see one pointer alignment
+RING = 8  # staging buffers: a step copies at most three times, one step is in flight
 TABLE_COLUMNS = 16  # block tables are padded to a multiple of this, so that their stride divides by 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What decides how a step runs. rows: wanted rows. context: longest K/V length. is_decode: one sampled row per sequence and
+    nothing else. has_copies: forks copy blocks inside the forward."""
+
+    tokens: int
+    sequences: int
+    rows: int
+    context: int
+    is_decode: bool
+    has_copies: bool
+
+
+class StaticFields:
+    """A step's fields at fixed device addresses, those a captured graph reads. sizes: int32 elements by name. t: name -> view.
+    tiles: rows per tile -> tiles, for the fields `tiles_N`."""
+
+    def __init__(self, sizes: dict[str, int], device: torch.device | str) -> None:
+        self.sizes = sizes
+        self.layout, size = _layout(sizes)
+        self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        self.t = _views(self.buffer, self.layout)
+        self.tiles = {int(name.removeprefix("tiles_")): count // 5 for name, count in sizes.items() if name.startswith("tiles_")}
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a step runs: the fields of the graph before and of the graph behind the cut, None where that part runs eagerly. A
+    decode step is one graph: both are the same fields."""
+
+    before: StaticFields | None = None
+    behind: StaticFields | None = None
+
+
+EAGER = Route()
+
+
+class Router(Protocol):
+    """Chooses the graphs of a step (engine/cuda_graphs.py)."""
+
+    def route(self, shape: StepShape) -> Route: ...
 
 
 @dataclass(slots=True)
 class StepInputs:
     """One step, ready for the model. Row order of the parts: decodes, then others with one wanted row, with several, with none.
 
-    slots [S]: runner slot of each part (host). row_start: index of each part's first row among the R wanted rows.
-    sample_rows [n] int64: those of the R rows that are sampled, None when all are; sample_slots [n] int32: their slots;
-    sample_parts: for each, its index in `parts`; sample_positions [n]: absolute positions of those rows (host)."""
+    slots [S]: runner slot of each part (host). row_start: index of each part's first row among the R wanted rows. num_tokens,
+    num_rows: T and R, padding not counted. sample_rows [n] int64: those of the R rows that are sampled, None when all are;
+    sample_slots [n] int32: their slots; sample_parts: for each, its index in `parts`; sample_positions [n]: absolute positions of
+    those rows (host). batch: the tensors of the parts that run eagerly, None where everything is captured."""
 
     parts: list[ScheduledRequest]
     slots: np.ndarray
     num_decodes: int
-    batch: ForwardBatch
+    num_tokens: int
+    batch: ForwardBatch | None
     row_start: list[int]
     num_rows: int
     sample_rows: torch.Tensor | None
     sample_slots: torch.Tensor
     sample_parts: list[int]
     sample_positions: np.ndarray
-
-    @property
-    def num_tokens(self) -> int:
-        return self.batch.input_ids.shape[0]
-
-    @property
-    def is_pure_decode(self) -> bool:
-        return self.num_decodes == len(self.parts)
+    route: Route = EAGER
 
 
 class InputBatch:
@@ -54,9 +94,17 @@ class InputBatch:
 
     block_tables: (full, sliding), each [max_num_seqs + 1, columns] int32 on the device, at one address for good; the last row is
     all null blocks, for padding rows. last_sampled [max_num_seqs + 1] int32 on the device: what each slot's request sampled last,
-    the source of ids the host has not seen yet."""
+    the source of ids the host has not seen yet. attention_plans: before and behind the cut, see `QueryRows.plan`. router: where
+    graphs are captured, what chooses them."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device | str,
+        attention_plans: tuple[AttentionPlan, AttentionPlan] = ("auto", "auto"),
+    ) -> None:
         self.device = torch.device(device)
         self.block_size = block_size
         columns = _round_up(-(-max_model_len // block_size), TABLE_COLUMNS)
@@ -68,6 +116,8 @@ class InputBatch:
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.null_slot = max_num_seqs
         self.last_sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=self.device)
+        self.router: Router | None = None
+        self.attention_plans = attention_plans
         self._staging = _Staging(self.device)
 
     # ------------------------------------------------------------------------------------------------------ slots
@@ -95,46 +145,92 @@ class InputBatch:
         slots = np.fromiter((self.slot_of[part.request.request_id] for part in parts), np.int64, len(parts))
         new_blocks = self._update_tables(parts, slots.tolist())
         plan = _RowPlan(parts)
-        positions, sequence, take = plan.positions, slots[plan.sequence], plan.logits_indices
-        tokens, rows, sampled = plan.num_tokens, plan.num_rows, len(plan.sample_rows)
-        fields = self._staging.begin(
-            ids=tokens, positions=tokens, seq_index=tokens, slots_full=tokens, slots_sliding=tokens, logits_indices=2 * rows,
-            row_positions=rows, row_seqs=rows, sample_rows=2 * sampled, sample_slots=sampled,
-            new_full=new_blocks[0].size, new_sliding=new_blocks[1].size,
-        )  # fmt: skip
-        _token_ids(parts, plan.starts, fields["ids"])
-        fields["positions"][:] = positions
-        fields["seq_index"][:] = sequence
-        block, offset = positions // self.block_size, positions % self.block_size
-        for group, name in ((0, "full"), (1, "sliding")):
-            fields[f"slots_{name}"][:] = self.tables[group][sequence, block] * self.block_size + offset
-            fields[f"new_{name}"].reshape(2, -1)[:] = new_blocks[group]
-        fields["logits_indices"].view(np.int64)[:] = take
-        fields["row_positions"][:] = positions[take]
-        fields["row_seqs"][:] = sequence[take]
-        fields["sample_rows"].view(np.int64)[:] = plan.sample_rows
-        sampled_from = take[plan.sample_rows]
-        fields["sample_slots"][:] = sequence[sampled_from]
-        in_flight = bool((fields["ids"] < 0).any())
-        t = self._staging.to_device()
+        copies = _copies(parts)
+        route = EAGER
+        if self.router is not None:
+            is_decode = out.num_decodes == len(parts)
+            shape = StepShape(plan.num_tokens, len(parts), plan.num_rows, max(plan.kv_lens), is_decode, any(copies))
+            route = self.router.route(shape)
+        values = self._values(parts, slots, plan)
+        in_flight = bool((values["ids"] < 0).any())
+        for static in {id(fields): fields for fields in (route.before, route.behind) if fields is not None}.values():
+            self._fill(static, values, plan, slots)
+        values |= {"new_full": new_blocks[0], "new_sliding": new_blocks[1], "sample_rows": plan.sample_rows.view(np.int32)}
+        taken = {name for fields in (route.before, route.behind) if fields is not None for name in fields.sizes}
+        t = self._send({name: value for name, value in values.items() if name not in taken})
         self._write_tables(t)
+        batch = None if route.before is not None else self._batch(plan, out.num_decodes, in_flight, copies, t, route)
+        every = len(plan.sample_rows) == plan.num_rows
+        row_slots = (t if route.behind is None else route.behind.t)["row_slots"][: plan.num_rows]
+        sample_rows = None if every else t["sample_rows"].view(torch.int64)
+        sampled_from = plan.logits_indices[plan.sample_rows]
         return StepInputs(
-            parts, slots, out.num_decodes, self._batch(parts, plan, out.num_decodes, in_flight, t), plan.row_start, rows,
-            None if sampled == rows else t["sample_rows"].view(torch.int64), t["sample_slots"],
-            plan.sequence[sampled_from].tolist(), positions[sampled_from],
+            parts, slots, out.num_decodes, plan.num_tokens, batch, plan.row_start, plan.num_rows, sample_rows,
+            row_slots if sample_rows is None else row_slots[sample_rows], plan.sequence[sampled_from].tolist(),
+            plan.positions[sampled_from], route,
         )  # fmt: skip
 
+    def _values(self, parts: list[ScheduledRequest], slots: np.ndarray, plan: _RowPlan) -> dict[str, np.ndarray]:
+        """Every field of the step, int32, unpadded. row_slots: the slot of each sampled row, the null slot of the others."""
+        positions, sequence, take = plan.positions, slots[plan.sequence], plan.logits_indices
+        ids = np.empty(plan.num_tokens, np.int32)
+        _token_ids(parts, plan.starts, ids)
+        block, offset = positions // self.block_size, positions % self.block_size
+        row_slots = np.full(plan.num_rows, self.null_slot)
+        row_slots[plan.sample_rows] = sequence[take[plan.sample_rows]]
+        return {
+            "ids": ids,
+            "positions": positions,
+            "seq_index": sequence,
+            "slots_full": self.tables[0][sequence, block] * self.block_size + offset,
+            "slots_sliding": self.tables[1][sequence, block] * self.block_size + offset,
+            "logits_indices": take.view(np.int32),
+            "row_positions": positions[take],
+            "row_seqs": sequence[take],
+            "row_slots": row_slots,
+        }
+
+    def _fill(self, static: StaticFields, values: dict[str, np.ndarray], plan: _RowPlan, slots: np.ndarray) -> None:
+        """Write a graph's fields. Padding rows are token 0 at position 0 of the null slot and store nothing."""
+        fields = self._staging.begin(static.layout, static.buffer.numel())
+        padding = dict.fromkeys(("slots_full", "slots_sliding"), -1)
+        padding |= dict.fromkeys(("seq_index", "row_seqs", "row_slots"), self.null_slot)
+        for name, field in fields.items():
+            if name.startswith("tiles_"):
+                rows = int(name.removeprefix("tiles_"))
+                tiles = tile_array(plan.q_lens, plan.positions, slots[plan.sequence], rows, pad_to=static.tiles[rows])
+                field.reshape(-1, 5)[:] = tiles
+                continue
+            value = values[name]
+            field[: len(value)] = value
+            field[len(value) :] = padding.get(name, 0)
+        self._staging.copy_to(static.buffer)
+
+    def _send(self, values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Fields of what runs eagerly, in one copy."""
+        layout, size = _layout({name: value.size for name, value in values.items()})
+        fields = self._staging.begin(layout, size)
+        for name, value in values.items():
+            fields[name][:] = value.reshape(-1)
+        return _views(self._staging.to_device(), layout)
+
     def _batch(
-        self, parts: list[ScheduledRequest], plan: _RowPlan, num_decodes: int, in_flight: bool, t: dict[str, torch.Tensor]
-    ) -> ForwardBatch:
+        self, plan: _RowPlan, num_decodes: int, in_flight: bool, copies: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]],
+        t: dict[str, torch.Tensor], route: Route,
+    ) -> ForwardBatch:  # fmt: skip
         ids = resolve_inflight(t["ids"], t["seq_index"], self.last_sampled) if in_flight else t["ids"]
-        rows = QueryRows(t["positions"], t["seq_index"], self.block_tables, plan.q_lens, plan.kv_lens, num_decodes)
-        slots, copies = (t["slots_full"], t["slots_sliding"]), _copies(parts)
+        rows = QueryRows(
+            t["positions"], t["seq_index"], self.block_tables, plan.q_lens, plan.kv_lens, num_decodes, plan=self.attention_plans[0]
+        )
+        slots = (t["slots_full"], t["slots_sliding"])
         if not plan.num_rows:
             return ForwardBatch(ids, rows, slots, copies=copies)
-        wanted = rows
-        if plan.num_rows < plan.num_tokens:
-            wanted = QueryRows(t["row_positions"], t["row_seqs"], self.block_tables, plan.row_lens, plan.row_kv_lens, plan.num_single)
+        wanted = None
+        if route.behind is None:
+            wanted = QueryRows(
+                t["row_positions"], t["row_seqs"], self.block_tables, plan.row_lens, plan.row_kv_lens, plan.num_single,
+                plan=self.attention_plans[1],
+            )  # fmt: skip
         return ForwardBatch(ids, rows, slots, t["logits_indices"].view(torch.int64), wanted, copies)
 
     def _update_tables(self, parts: Sequence[ScheduledRequest], slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -253,32 +349,26 @@ def _copies(parts: Sequence[ScheduledRequest]) -> tuple[list[tuple[int, int, int
 class _Staging:
     """Host memory of a step, int32, as named fields; pinned and reused on CUDA.
 
-    A buffer is written again only when the copy out of it has finished: two are enough for one step in flight, a third keeps
-    the host from ever waiting."""
+    A buffer is written again only when the copy out of it has finished; enough of them keep the host from ever waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self._ring: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._current = torch.empty(0, dtype=torch.int32)
-        self._fields: dict[str, tuple[int, int]] = {}
         self._size = 0
 
-    def begin(self, **sizes: int) -> dict[str, np.ndarray]:
-        """Fields of the given sizes (int32 elements), uninitialised."""
-        offset, fields = 0, {}
-        for name, size in sizes.items():
-            fields[name] = (offset, size)
-            offset += _round_up(size, ALIGN)
-        self._fields, self._size = fields, offset
-        self._current = self._buffer(offset)
+    def begin(self, layout: dict[str, tuple[int, int]], size: int) -> dict[str, np.ndarray]:
+        """Fields at `layout` (offset and elements by name) of `size` int32 elements, uninitialised."""
+        self._size = size
+        self._current = self._buffer(size)
         array = self._current.numpy()
-        return {name: array[start : start + size] for name, (start, size) in fields.items()}
+        return {name: array[start : start + count] for name, (start, count) in layout.items()}
 
     def _buffer(self, size: int) -> torch.Tensor:
         if not self.is_cuda:  # the tensors of a step are views of this memory, so each step gets its own
             return torch.empty(size, dtype=torch.int32)
-        if len(self._ring) == 3:
+        if len(self._ring) >= RING:
             buffer, copied = self._ring.popleft()
             if copied is not None:
                 copied.synchronize()
@@ -286,15 +376,38 @@ class _Staging:
                 return buffer
         return torch.empty(max(2 * size, 1 << 16), dtype=torch.int32, pin_memory=True)
 
-    def to_device(self) -> dict[str, torch.Tensor]:
-        """The fields on the device, in one copy."""
+    def to_device(self) -> torch.Tensor:
+        """What was written, on the device."""
         whole = self._current[: self._size]
+        if not self.is_cuda:
+            return whole
+        whole = whole.to(self.device, non_blocking=True)
+        self._copied()
+        return whole
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """What was written, at a fixed device address."""
+        target.copy_(self._current[: self._size], non_blocking=True)
+        self._copied()
+
+    def _copied(self) -> None:
         if self.is_cuda:
-            whole = whole.to(self.device, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
             self._ring.append((self._current, copied))
-        return {name: whole[start : start + size] for name, (start, size) in self._fields.items()}
+
+
+def _layout(sizes: dict[str, int]) -> tuple[dict[str, tuple[int, int]], int]:
+    """(offset, elements) of each field, aligned, and the whole size."""
+    offset, layout = 0, {}
+    for name, size in sizes.items():
+        layout[name] = (offset, size)
+        offset += _round_up(size, ALIGN)
+    return layout, offset
+
+
+def _views(buffer: torch.Tensor, layout: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+    return {name: buffer[start : start + count] for name, (start, count) in layout.items()}
 
 
 def _round_up(value: int, multiple: int) -> int:
