@@ -52,6 +52,7 @@ ONLY_IN: dict[str, set[str]] = {
     "rich": {"progress", "harness", "cli", "server"},
     "matplotlib": {"harness"},
     "transformers": {"harness"},
+    "llguidance": {"engine"},
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},
@@ -61,7 +62,7 @@ ONLY_IN: dict[str, set[str]] = {
     "msgspec": {"server"},
 }
 # The engine must import on a machine that has none of these: they are imported inside functions only.
-LAZY = {"rich", "matplotlib", "transformers", "huggingface_hub"}
+LAZY = {"rich", "matplotlib", "transformers", "huggingface_hub", "llguidance"}
 TORCH_FREE = {"core", "config", "models.config", "models.shapes", "kv.layout", "tokenizer", "chat_template", "cli", ""}
 
 
