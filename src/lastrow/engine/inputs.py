@@ -89,6 +89,16 @@ class StepInputs:
     route: Route = EAGER
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """hidden [R, H] of the wanted rows, None when none is wanted. logits [R, V]: before the softcap, and greedy [R] int64: their
+    argmax, already kept in last_sampled for the rows that are sampled; both None after an eager forward."""
+
+    hidden: torch.Tensor | None
+    logits: torch.Tensor | None = None
+    greedy: torch.Tensor | None = None
+
+
 class InputBatch:
     """Slots, block tables and last sampled tokens of the running requests.
 

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from lastrow.core.output import ModelRunnerOutput, SchedulerOutput
-from lastrow.engine.inputs import InputBatch, StepInputs
+from lastrow.engine.inputs import ForwardResult, InputBatch, Router, StepInputs
 from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
 from lastrow.engine.sampler import Sampler
 from lastrow.engine.sampling_state import Grammar
+from lastrow.engine.spec_decode import PendingDrafts, Speculator, accept
 from lastrow.kv.pool import KVPool
 from lastrow.models.batch import ForwardBatch
 
@@ -30,17 +31,17 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
+    def softcap(self, raw_logits: torch.Tensor) -> torch.Tensor: ...
+
     def label_logits(self, hidden: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor: ...
 
     def logsumexp(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-class GraphRunner(Protocol):
-    """Replays captured forwards (engine/cuda_graphs.py)."""
+class GraphRunner(Router, Protocol):
+    """Chooses and replays captured forwards (engine/cuda_graphs.py)."""
 
-    def replay(self, step: StepInputs) -> torch.Tensor | None:
-        """The wanted rows' hidden state [R, H] of a step that fits a captured graph, else None: then it runs eagerly."""
-        ...
+    def run(self, step: StepInputs) -> ForwardResult: ...
 
 
 @dataclass(slots=True)
@@ -70,6 +71,7 @@ class StepHandle:
 
     requests: list[str]
     drafts: dict[str, Sequence[int]] = field(default_factory=dict)
+    proposals: PendingDrafts | None = None
     sampled: torch.Tensor | None = None
     logprobs: LogprobTensors | None = None
     prompt_logprobs: list[tuple[list[tuple[str, int]], LogprobTensors]] = field(default_factory=list)
@@ -83,6 +85,8 @@ class StepHandle:
         out = ModelRunnerOutput()
         if self.sampled is not None:
             self._decode_sampled(out, self.sampled.tolist())
+        if self.proposals is not None:
+            out.draft_token_ids = self.proposals.finish(out.sampled_token_ids)
         for keys, tensors in self.prompt_logprobs:
             for (request_id, position), entry in zip(keys, tensors.decode(), strict=True):
                 out.prompt_logprobs.setdefault(request_id, {})[position] = entry
@@ -107,15 +111,6 @@ class StepHandle:
                     of.append(entry)
 
 
-def accept(sampled: list[int], drafts: Sequence[int]) -> list[int]:
-    """Tokens that stand: row i was sampled behind drafts[:i], so it stands as long as every draft before it was what the target
-    sampled there. Exact for any sampling, because a token's random number depends on its index alone."""
-    for i, draft in enumerate(drafts):
-        if sampled[i] != draft:
-            return sampled[: i + 1]
-    return sampled
-
-
 class ModelRunner:
     """model + pool + sampler. block_size and max_model_len size the block tables; encode: text -> ids for bad_words."""
 
@@ -138,6 +133,7 @@ class ModelRunner:
         self.sampler = Sampler(max_num_seqs, vocab_size, device, encode)
         self.grammars: dict[str, Grammar] = {}
         self.graphs: GraphRunner | None = None
+        self.speculator: Speculator | None = None
         self.stats = RunnerStats()
         self._logit_rows = max(1, LOGIT_ROWS_BYTES // (4 * vocab_size))
 
@@ -147,6 +143,8 @@ class ModelRunner:
         """Run a step. An empty one only frees slots."""
         self.inputs.drop(out.preempted)
         self.inputs.drop(out.finished)
+        if self.speculator is not None:
+            self.speculator.drop(out.finished)
         if out.is_empty:
             return StepHandle([])
         for part in out.scheduled:
@@ -154,38 +152,58 @@ class ModelRunner:
                 slot = self.inputs.admit(part.request)
                 self.sampler.admit(slot, part.request, self.grammars.get(part.request.request_id))
         step = self.inputs.prepare(out)
-        hidden = self.forward(step)
-        handle = StepHandle([])
+        result = self.forward(step)
+        handle, hidden = StepHandle([]), result.hidden
         if hidden is not None:
-            self._sample(step, hidden, handle)
+            self._sample(step, result, handle)
             self._score(step, hidden, handle)
+            if self.speculator is not None and handle.sampled is not None:
+                handle.proposals = self.speculator.start(step, hidden, handle.sampled)
         return self._send(handle)
 
-    def forward(self, step: StepInputs) -> torch.Tensor | None:
-        """Hidden state of the wanted rows [R, H]: by a captured graph where one fits, eagerly elsewhere."""
+    def use_graphs(self, graphs: GraphRunner) -> None:
+        """Run steps through captured graphs from now on."""
+        self.graphs = self.inputs.router = graphs
+
+    def forward(self, step: StepInputs) -> ForwardResult:
+        """The wanted rows' hidden state, by captured graphs where they fit, eagerly elsewhere."""
         self.stats.steps += 1
         self.stats.rows_given += step.num_tokens
         self.stats.rows_computed += step.num_rows
+        if self.graphs is None or step.route.before is None:
+            self.stats.eager += 1
+        else:
+            self.stats.graphs += 1
         if self.graphs is not None:
-            hidden = self.graphs.replay(step)
-            if hidden is not None:
-                self.stats.graphs += 1
-                return hidden
-        self.stats.eager += 1
-        return self.model.forward(step.batch, self.pool)
+            return self.graphs.run(step)
+        assert step.batch is not None, "without graphs every step has its tensors"
+        return ForwardResult(self.model.forward(step.batch, self.pool))
 
-    def _sample(self, step: StepInputs, hidden: torch.Tensor, handle: StepHandle) -> None:
+    def _sample(self, step: StepInputs, result: ForwardResult, handle: StepHandle) -> None:
         """Next tokens of the rows that are sampled; the device keeps them by slot for the next step."""
         of = step.sample_parts
         if not of:
             return
-        logits = self.model.logits(hidden if step.sample_rows is None else hidden[step.sample_rows])
         parts = [step.parts[i] for i in of]
         prompt = np.fromiter((len(part.request.prompt_token_ids) for part in parts), np.int64, len(parts))
         handle.requests = [part.request.request_id for part in parts]
         handle.drafts = {part.request.request_id: part.draft_token_ids for part in parts if part.draft_token_ids}
-        handle.sampled, handle.logprobs = self.sampler.sample(logits, step.slots[of], step.sample_positions + 1 - prompt)
+        behind = _drafts_behind(step) if handle.drafts else None
+        slots, rows = step.slots[of], step.sample_rows
+        if result.greedy is not None and self.sampler.is_plain_greedy(slots):
+            handle.sampled = result.greedy if rows is None else result.greedy[rows]
+            return
+        handle.sampled, handle.logprobs = self.sampler.sample(
+            self._logits(result, rows), slots, step.sample_positions + 1 - prompt, behind
+        )
         self.inputs.keep_sampled(step.sample_slots, handle.sampled)
+
+    def _logits(self, result: ForwardResult, rows: torch.Tensor | None) -> torch.Tensor:
+        """Softcapped logits of `rows` (None: all) of a step's wanted rows."""
+        if result.logits is not None:
+            return self.model.softcap(result.logits if rows is None else result.logits[rows])
+        assert result.hidden is not None, "sampled rows have a hidden state"
+        return self.model.logits(result.hidden if rows is None else result.hidden[rows])
 
     def _score(self, step: StepInputs, hidden: torch.Tensor, handle: StepHandle) -> None:
         """Prompt logprobs and label logits of the rows that are wanted for them."""
@@ -234,6 +252,8 @@ class ModelRunner:
             return handle
         if handle.sampled is not None:
             handle.sampled = _to_pinned(handle.sampled)
+        if handle.proposals is not None and handle.proposals.tensor is not None:
+            handle.proposals.tensor = _to_pinned(handle.proposals.tensor)
         for tensors in [*([handle.logprobs] if handle.logprobs else []), *(t for _, t in handle.prompt_logprobs)]:
             tensors.ids, tensors.values, tensors.ranks = (_to_pinned(t) for t in (tensors.ids, tensors.values, tensors.ranks))
         for labels in handle.labels:
@@ -242,6 +262,15 @@ class ModelRunner:
         handle.done = torch.cuda.Event()
         handle.done.record()
         return handle
+
+
+def _drafts_behind(step: StepInputs) -> list[Sequence[int]]:
+    """For each sampled row, the drafts between it and the last token that is certain."""
+    behind: list[Sequence[int]] = []
+    while len(behind) < len(step.sample_parts):
+        drafts = step.parts[step.sample_parts[len(behind)]].draft_token_ids
+        behind += [drafts[:i] for i in range(len(drafts) + 1)]
+    return behind
 
 
 def _to_pinned(t: torch.Tensor) -> torch.Tensor:

@@ -49,9 +49,16 @@ class Sampler:
         self.top_k[slot] = min(params.top_k, self.vocab_size)
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
 
-    def sample(self, logits: torch.Tensor, slots: np.ndarray, output_index: np.ndarray) -> tuple[torch.Tensor, LogprobTensors | None]:
+    def is_plain_greedy(self, slots: np.ndarray) -> bool:
+        """True when the rows of `slots` are all an argmax of the model's logits, with nothing to report."""
+        return not self.flags[slots].any()
+
+    def sample(
+        self, logits: torch.Tensor, slots: np.ndarray, output_index: np.ndarray, behind: Sequence[Sequence[int]] | None = None
+    ) -> tuple[torch.Tensor, LogprobTensors | None]:
         """logits [n, V] fp32, softcapped, may be overwritten; slots [n]: each row's slot; output_index [n]: number of the token to
-        come, from 0. Returns ids [n] int64 on the device and the logprobs of the rows that ask."""
+        come, from 0; behind: for each row, drafts that the output ends with there (None: no row has any). Returns ids [n] int64 on
+        the device and the logprobs of the rows that ask."""
         flags = self.flags[slots]
         every = int(np.bitwise_or.reduce(flags))
         if not every:
@@ -61,7 +68,7 @@ class Sampler:
         if len(wanting):
             raw = logits[torch.from_numpy(wanting).to(self.device)] if every & EDITS or len(wanting) < len(slots) else logits
         if every & EDITS:
-            self._edit(logits, slots, output_index, np.flatnonzero(flags & EDITS))
+            self._edit(logits, slots, output_index, np.flatnonzero(flags & EDITS), behind)
         ids = logits.argmax(-1)
         random = np.flatnonzero(flags & RANDOM)
         if len(random):
@@ -85,27 +92,30 @@ class Sampler:
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     # ------------------------------------------------------------------------------------------------------ edits
-    def _edit(self, logits: torch.Tensor, slots: np.ndarray, output_index: np.ndarray, rows: np.ndarray) -> None:
+    def _edit(
+        self, logits: torch.Tensor, slots: np.ndarray, output_index: np.ndarray, rows: np.ndarray, behind: Sequence[Sequence[int]] | None
+    ) -> None:
         """logit_bias, penalties and masks of `rows`, in place: one scatter per kind for the whole batch."""
         bias, repeated, counted, masked = _Scatter(), _Scatter(), _Scatter(), _Scatter()
         for row in rows.tolist():
             state = self.states[slots[row]]
             assert state is not None, f"slot {slots[row]} has no request"
             start = row * self.vocab_size
+            drafts = behind[row] if behind is not None else ()
             state.count_output()
             if len(state.bias_ids):
                 bias.add(start, state.bias_ids, state.bias_values)
             if state.repetition != 1.0:
-                ids = state.repeated_ids()
+                ids = state.repeated_ids(drafts)
                 repeated.add(start, ids, np.full(len(ids), state.repetition, np.float32))
             if state.presence or state.frequency:
-                counts = state.output_counts
-                counted.add(start, counts.ids, -(state.frequency * counts.counts + np.float32(state.presence)))
-            masked.add(start, state.masked_ids(int(output_index[row])))
+                ids, counts = state.output_counts.with_more(drafts)
+                counted.add(start, ids, -(state.frequency * counts + np.float32(state.presence)))
+            masked.add(start, state.masked_ids(int(output_index[row]), drafts))
             if state.disallowed is not None:
                 logits[row].masked_fill_(state.disallowed, float("-inf"))
             if state.grammar is not None:
-                disallowed = torch.from_numpy(state.disallowed_by_grammar(state.grammar)).to(self.device)
+                disallowed = torch.from_numpy(state.disallowed_by_grammar(state.grammar, drafts)).to(self.device)
                 logits[row].masked_fill_(disallowed, float("-inf"))
         flat = logits.view(-1)
         if bias:

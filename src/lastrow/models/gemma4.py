@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from lastrow.kernels.add_norm import rms_norm
 from lastrow.kernels.dispatch import ReferenceOps
+from lastrow.kernels.head import softcap
 from lastrow.kernels.rope import rope_table
 from lastrow.kernels.rows import QueryRows
 from lastrow.kv.pool import KVPool, copy_tokens
@@ -158,6 +159,14 @@ class Gemma4Model:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] after the final norm -> softcapped fp32 logits [R, V]."""
         return self.ops.head(hidden, self.weights.embed, self.config.final_logit_softcapping)
+
+    def raw_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [R, H] -> logits [R, V] before the softcap, in the weights' dtype: their argmax is already the greedy token."""
+        return torch.mm(hidden, self.weights.embed.t(), out=out)
+
+    def softcap(self, raw_logits: torch.Tensor) -> torch.Tensor:
+        """[R, V] from `raw_logits` -> softcapped fp32 logits, as `logits` gives them."""
+        return softcap(raw_logits, self.config.final_logit_softcapping)
 
     def label_logits(self, hidden: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] -> softcapped fp32 logits [R, n] of label_ids [n] int64 only."""

@@ -1,0 +1,250 @@
+"""Captured forwards: decode steps by batch and context, prefills by tokens, the layers behind the cut by rows and context.
+
+Under about 16k tokens an eager forward is bound by the host's launches, not by the card (docs/benchmarks). A step that fits a
+bucket is written straight into the bucket's fields (engine/inputs.py pads it) and replayed; everything else runs eagerly and is
+counted, with its reason. All graphs are captured before the first request and share one memory pool."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lastrow.engine.inputs import EAGER, ForwardResult, InputBatch, Route, StaticFields, StepInputs, StepShape, resolve_inflight
+from lastrow.kernels.attention import rows_per_tile, tile_config
+from lastrow.kernels.rows import AttentionPlan, QueryRows, max_tiles
+from lastrow.kv.pool import KVPool
+from lastrow.models.batch import ForwardBatch
+from lastrow.models.gemma4 import Gemma4Model
+from lastrow.progress import track
+
+TOKEN_BUCKETS = (
+    64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288,
+    14336, 16384,
+)  # fmt: skip
+ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 32768, 131072)
+MAX_PREFILL_ROWS = 256  # wanted rows of a captured prefill, and the sequences its tile list has room for
+
+
+@dataclass(frozen=True)
+class GraphBuckets:
+    """The sizes that are captured, ascending. contexts: upper bounds of the K/V length, in tokens."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    @classmethod
+    def for_limits(cls, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> GraphBuckets:
+        """The default buckets up to the engine's limits; the last one of each kind is the first that holds the limit."""
+        return cls(_up_to(TOKEN_BUCKETS, max_num_batched_tokens), _up_to(ROW_BUCKETS, max_num_seqs), _up_to(CONTEXT_BUCKETS, max_model_len))
+
+
+def _up_to(buckets: Sequence[int], limit: int) -> tuple[int, ...]:
+    return tuple(buckets[: bisect_left(buckets, limit) + 1])
+
+
+def smallest(buckets: Sequence[int], value: int) -> int | None:
+    """The first bucket that holds `value`, None past the last."""
+    at = bisect_left(buckets, value)
+    return buckets[at] if at < len(buckets) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A graph and the fields it reads. inputs: other tensors to fill before a replay. outputs: what it leaves behind."""
+
+    graph: torch.cuda.CUDAGraph
+    fields: StaticFields
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+
+
+class CUDAGraphs:
+    """`warm_up` captures; then `route` chooses and `run` replays, once per step each.
+
+    misses: parts of steps that ran eagerly, by reason."""
+
+    def __init__(self, model: Gemma4Model, pool: KVPool, inputs: InputBatch, buckets: GraphBuckets) -> None:
+        self.model, self.pool, self.inputs, self.buckets = model, pool, inputs, buckets
+        self.device = inputs.last_sampled.device
+        self.misses: Counter[str] = Counter()
+        self._memory = torch.cuda.graph_pool_handle()
+        embed, rows = model.weights.embed, buckets.rows[-1]
+        # one buffer for every bucket: a step's logits are read before the next replay
+        self._logits = torch.empty(rows, embed.shape[0], dtype=embed.dtype, device=self.device)
+        self._decode: dict[tuple[int, int], _Captured] = {}
+        self._before: dict[int, _Captured] = {}
+        self._behind: dict[tuple[int, int], _Captured] = {}
+        self._of_fields: dict[int, _Captured] = {}
+
+    # ------------------------------------------------------------------------------------------------------ one step
+    def route(self, shape: StepShape) -> Route:
+        """The graphs that run a step of this shape."""
+        b = self.buckets
+        context, rows = smallest(b.contexts, shape.context), smallest(b.rows, shape.rows)
+        if shape.has_copies:
+            return self._miss("a fork copies blocks", EAGER)
+        if context is None or rows is None:
+            return self._miss("rows or context past the last bucket", EAGER)
+        if shape.is_decode:
+            fields = self._decode[rows, context].fields
+            return Route(fields, fields)
+        behind = self._behind[rows, context].fields if shape.rows else None
+        tokens = smallest(b.tokens, shape.tokens)
+        if tokens is None:
+            return self._miss("tokens past the last bucket", Route(None, behind))
+        if max(shape.rows, shape.sequences) > min(MAX_PREFILL_ROWS, tokens):
+            return self._miss("sequences of a prefill past the last bucket", Route(None, behind))
+        return Route(self._before[tokens].fields, behind)
+
+    def _miss(self, reason: str, route: Route) -> Route:
+        self.misses[reason] += 1
+        return route
+
+    def run(self, step: StepInputs) -> ForwardResult:
+        """Run a step by its route; padding rows are cut off."""
+        before, behind, n = step.route.before, step.route.behind, step.num_rows
+        if step.route == EAGER:
+            return ForwardResult(self.model.forward(self._eager(step), self.pool))
+        if before is None:
+            batch = self._eager(step)
+            x, h = self.model.self_decoder(batch, self.pool)
+            take = batch.logits_indices
+            rows = () if take is None else (x[take], h[take], batch.input_ids[take])
+        else:
+            rows = self._replay(before)
+        if behind is None:
+            return ForwardResult(None)
+        if before is not behind:
+            for source, target in zip(rows, self._of_fields[id(behind)].inputs, strict=True):
+                target[:n].copy_(source[:n])
+            rows = self._replay(behind)
+        hidden, logits, greedy = rows
+        return ForwardResult(hidden[:n], logits[:n], greedy[:n])
+
+    def _replay(self, fields: StaticFields) -> tuple[torch.Tensor, ...]:
+        captured = self._of_fields[id(fields)]
+        captured.graph.replay()
+        return captured.outputs
+
+    @staticmethod
+    def _eager(step: StepInputs) -> ForwardBatch:
+        assert step.batch is not None, "a step that runs eagerly has its tensors"
+        return step.batch
+
+    # ------------------------------------------------------------------------------------------------------ capture
+    def warm_up(self) -> None:
+        """Compile every kernel and capture every bucket, the largest first, so that all fit in one pool."""
+        b = self.buckets
+        jobs: list[Callable[[], None]] = [lambda t=tokens: self._capture_before(t) for tokens in reversed(b.tokens)]
+        for rows in reversed(b.rows):
+            for context in reversed(b.contexts):
+                jobs += [lambda r=rows, c=context: self._capture_behind(r, c), lambda r=rows, c=context: self._capture_decode(r, c)]
+        for job in track(jobs, "capturing CUDA graphs"):
+            job()
+        torch.cuda.synchronize()
+
+    def _capture_before(self, tokens: int) -> None:
+        rows = min(MAX_PREFILL_ROWS, tokens)
+        fields = self._fields(self._token_sizes(tokens, rows) | self._tile_sizes(tokens, rows))
+
+        def forward() -> tuple[torch.Tensor, ...]:
+            batch = self._token_batch(fields, "tiled", None)
+            x, h = self.model.self_decoder(batch, self.pool)
+            take = batch.logits_indices
+            assert take is not None
+            return x[take], h[take], batch.input_ids[take]
+
+        self._before[tokens] = self._capture(forward, fields, ())
+
+    def _capture_behind(self, rows: int, context: int) -> None:
+        fields = self._fields(self._row_sizes(rows))
+        hidden, dtype = self.model.config.hidden_size, self.model.weights.embed.dtype
+        x, h = (torch.zeros(rows, hidden, dtype=dtype, device=self.device) for _ in range(2))
+        ids = torch.zeros(rows, dtype=torch.int32, device=self.device)
+
+        def forward() -> tuple[torch.Tensor, ...]:
+            # the residual is updated in place, and a replay must find its input again only as the step left it
+            y = self.model.cross_decoder(x.clone(), h, ids, self._single_rows(fields, "row_", context, "rows"), self.pool)
+            return self._tail(y, fields)
+
+        self._behind[rows, context] = self._capture(forward, fields, (x, h, ids))
+
+    def _capture_decode(self, rows: int, context: int) -> None:
+        plan: AttentionPlan = "tiled" if self.inputs.attention_plans[0] == "tiled" else "rows"
+        tiles = self._tile_sizes(rows, rows) if plan == "tiled" else {}
+        fields = self._fields(self._token_sizes(rows, rows) | tiles | self._row_sizes(rows))
+        fields.t["logits_indices"].view(torch.int64).copy_(torch.arange(rows))
+
+        def forward() -> tuple[torch.Tensor, ...]:
+            wanted = self._single_rows(fields, "row_", context, "rows")
+            hidden = self.model.forward(self._token_batch(fields, plan, wanted, context), self.pool)
+            assert hidden is not None
+            return self._tail(hidden, fields)
+
+        self._decode[rows, context] = self._capture(forward, fields, ())
+
+    def _tail(self, hidden: torch.Tensor, fields: StaticFields) -> tuple[torch.Tensor, ...]:
+        logits = self.model.raw_logits(hidden, out=self._logits[: hidden.shape[0]])
+        greedy = logits.argmax(-1)
+        self.inputs.keep_sampled(fields.t["row_slots"], greedy)
+        return hidden, logits, greedy
+
+    @torch.inference_mode()
+    def _capture(
+        self, forward: Callable[[], tuple[torch.Tensor, ...]], fields: StaticFields, inputs: tuple[torch.Tensor, ...]
+    ) -> _Captured:
+        forward()  # compiles, and lets libraries make their workspaces outside the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            outputs = forward()
+        captured = _Captured(graph, fields, inputs, outputs)
+        self._of_fields[id(fields)] = captured
+        return captured
+
+    # ------------------------------------------------------------------------------------------------------ fields
+    @staticmethod
+    def _token_sizes(tokens: int, rows: int) -> dict[str, int]:
+        names = ("ids", "positions", "seq_index", "slots_full", "slots_sliding")
+        return dict.fromkeys(names, tokens) | {"logits_indices": 2 * rows}
+
+    @staticmethod
+    def _row_sizes(rows: int) -> dict[str, int]:
+        return dict.fromkeys(("row_positions", "row_seqs", "row_slots"), rows)
+
+    def _tile_sizes(self, tokens: int, sequences: int) -> dict[str, int]:
+        """One tile list per attention shape before the cut."""
+        c, block, dtype = self.model.config, self.pool.budget.block_size, self.model.weights.embed.dtype
+        sizes = set()
+        for layer in range(c.cut):
+            config = tile_config(c.layer_head_dim(layer), block, dtype, self.pool.reader(layer).is_quantized)
+            sizes.add(rows_per_tile(c.num_attention_heads, c.layer_kv_heads(layer), config))
+        return {f"tiles_{size}": 5 * max_tiles(tokens, sequences, size) for size in sorted(sizes)}
+
+    def _fields(self, sizes: dict[str, int]) -> StaticFields:
+        """Fields that describe padding only, so that a capture touches nothing."""
+        fields = StaticFields(sizes, self.device)
+        for names, value in ((("slots_full", "slots_sliding"), -1), (("seq_index", "row_seqs", "row_slots"), self.inputs.null_slot)):
+            for name in names:
+                if name in fields.t:
+                    fields.t[name].fill_(value)
+        return fields
+
+    def _single_rows(self, fields: StaticFields, prefix: Literal["", "row_"], context: int, plan: AttentionPlan) -> QueryRows:
+        positions, seqs = fields.t[f"{prefix}positions"], fields.t["row_seqs" if prefix else "seq_index"]
+        n = positions.shape[0]
+        tiles = {rows: fields.t[f"tiles_{rows}"].view(-1, 5) for rows in fields.tiles}
+        return QueryRows(positions, seqs, self.inputs.block_tables, (1,) * n, (context,) * n, n, tiles, plan)
+
+    def _token_batch(self, fields: StaticFields, plan: AttentionPlan, wanted: QueryRows | None, context: int = 0) -> ForwardBatch:
+        t = fields.t
+        ids = resolve_inflight(t["ids"], t["seq_index"], self.inputs.last_sampled)
+        rows = self._single_rows(fields, "", context, plan)
+        return ForwardBatch(ids, rows, (t["slots_full"], t["slots_sliding"]), t["logits_indices"].view(torch.int64), wanted)
