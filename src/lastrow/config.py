@@ -5,7 +5,8 @@ Standard library only. Flag names are vLLM's where vLLM has the flag.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -20,11 +21,69 @@ DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "reference", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+MAX_DRAFTS = 16  # a row of the target for every draft: more never pays
+SPECULATIVE_EXAMPLE = '{"model": "FOLDER", "num_speculative_tokens": 4} or {"method": "ngram", "num_speculative_tokens": 4}'
 
 
 def _flag(default: T, help: str, *, choices: Sequence[str] = (), size: bool = False) -> T:
     """A field that is a command-line flag. size: accepts 32k, 1.5m, 24G (see `parse_size`)."""
     return field(default=default, metadata={"help": help, "choices": tuple(choices), "size": size})
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """What proposes drafts, with vLLM's names. Raises ConfigError on construction.
+
+    model: folder, hub id or tiny-e-assistant of a Gemma 4 assistant (method "assistant"; vLLM's word "mtp" means the same). Method "ngram"
+    needs no model: it looks up the last prompt_lookup_min to prompt_lookup_max tokens earlier in the text. num_speculative_tokens: most
+    drafts of one step (None: the assistant's own advice, else 4). adaptive: ask for fewer, or for none, where drafts are rejected."""
+
+    method: str = ""
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        method = self.method or ("assistant" if self.model else "ngram" if self.model is None else "")
+        object.__setattr__(self, "method", "assistant" if method == "mtp" else method)
+        if self.method not in ("assistant", "ngram"):
+            raise ConfigError(f"speculative_config.method is {self.method!r}: 'assistant' or 'ngram' is needed")
+        if (self.method == "assistant") != bool(self.model):
+            raise ConfigError(
+                "speculative_config.model is missing: the folder of an assistant is needed, or method 'ngram'"
+                if self.method == "assistant"
+                else f"speculative_config.model is {self.model!r}: method 'ngram' has no model"
+            )
+        count = self.num_speculative_tokens
+        if count is not None and not (_is_count(count) and count <= MAX_DRAFTS):
+            raise ConfigError(f"speculative_config.num_speculative_tokens is {count!r}: 1 to {MAX_DRAFTS} is needed")
+        if not (_is_count(self.prompt_lookup_min) and _is_count(self.prompt_lookup_max)):
+            raise ConfigError("speculative_config.prompt_lookup_min and prompt_lookup_max: positive integers are needed")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config.prompt_lookup_min is {self.prompt_lookup_min}: at most prompt_lookup_max={self.prompt_lookup_max} is needed"
+            )
+
+    @classmethod
+    def of(cls, value: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
+        """From a mapping or its JSON text. Raises ConfigError naming an unknown key."""
+        if isinstance(value, SpeculativeConfig):
+            return value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"speculative_config is no JSON ({error}): write {SPECULATIVE_EXAMPLE}") from None
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"speculative_config is a {type(value).__name__}: write {SPECULATIVE_EXAMPLE}")
+        known = [item.name for item in fields(cls)]
+        if unknown := sorted(set(value) - set(known)):
+            raise ConfigError(f"speculative_config.{unknown[0]} is not known: one of {', '.join(known)} is needed")
+        if not value:
+            raise ConfigError(f"speculative_config is empty: write {SPECULATIVE_EXAMPLE}")
+        return cls(**value)
 
 
 @dataclass(frozen=True)
@@ -40,20 +99,28 @@ class EngineConfig:
     backend: str = _flag("auto", "kernels: auto is triton on a GPU and reference (torch) on a CPU", choices=BACKENDS)
     max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; default: what the model was made for", size=True)
     max_num_seqs: int = _flag(256, "most requests in one step", size=True)
-    max_num_batched_tokens: int = _flag(8192, "most tokens in one step", size=True)
+    max_num_batched_tokens: int | None = _flag(None, "most tokens in one step; default: 8192 on a CPU, 65536 on a GPU", size=True)
     max_prefill_seqs: int | None = _flag(None, "most prompts that share one prefill forward; default: no limit of its own", size=True)
     scheduling_policy: str = _flag("fcfs", "order of waiting requests", choices=SCHEDULING_POLICIES)
-    block_size: int = _flag(16, "tokens of one K/V block")
+    block_size: int | None = _flag(None, "tokens of one K/V block; default: 16 on a CPU, 64 on a GPU")
     kv_cache_dtype: str = _flag("auto", "storage of keys and values; auto is the model's dtype", choices=KV_CACHE_DTYPES)
     gpu_memory_utilization: float = _flag(0.9, "share of the card that weights, activations and K/V may take")
     kv_cache_memory_bytes: int | None = _flag(None, "bytes of the K/V pool; wins over --gpu-memory-utilization", size=True)
     enable_prefix_caching: bool = _flag(True, "reuse the K/V of prompts that begin alike")
     enforce_eager: bool = _flag(False, "no CUDA graphs")
     batch_invariant: bool = _flag(False, "bit-identical results alone, in any batch and in any chunking")
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = _flag(None, f"drafts, as JSON: {SPECULATIVE_EXAMPLE}")
     seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         self.validate()
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """speculative_config, parsed."""
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
     def validate(self) -> None:
         """Refuse values that no model could run with. What depends on the model is checked when its config is read."""
@@ -67,14 +134,13 @@ class EngineConfig:
             value = getattr(self, item.name)
             need(not choices or value is None or value in choices, item.name, f"one of {', '.join(choices)} is needed")
         need(bool(self.model), "model", "a folder, a hub id or tiny-e is needed")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            need(_is_count(getattr(self, name)), name, "a positive integer is needed")
-        for name in ("max_model_len", "max_prefill_seqs", "kv_cache_memory_bytes"):
+        need(_is_count(self.max_num_seqs), "max_num_seqs", "a positive integer is needed")
+        for name in ("max_model_len", "max_prefill_seqs", "kv_cache_memory_bytes", "max_num_batched_tokens", "block_size"):
             value = getattr(self, name)
             need(value is None or _is_count(value), name, "None or a positive integer is needed")
-        need(self.block_size & (self.block_size - 1) == 0, "block_size", "a power of two is needed")
+        need(self.block_size is None or self.block_size & (self.block_size - 1) == 0, "block_size", "a power of two is needed")
         need(
-            self.max_num_batched_tokens >= self.max_num_seqs,
+            self.max_num_batched_tokens is None or self.max_num_batched_tokens >= self.max_num_seqs,
             "max_num_batched_tokens",
             f"at least max_num_seqs={self.max_num_seqs} is needed, so that every running request can decode in one step",
         )

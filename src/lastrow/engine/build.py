@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lastrow.config import EngineConfig
+from lastrow.config import EngineConfig, SpeculativeConfig
 from lastrow.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from lastrow.core.scheduler import Scheduler, SchedulerConfig
+from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.memory import MemoryForecast, forecast
 from lastrow.engine.model_runner import ModelRunner
+from lastrow.engine.proposers import AssistantProposer, NgramProposer
+from lastrow.engine.spec_decode import Speculator
 from lastrow.kernels.dispatch import ReferenceOps
+from lastrow.kernels.triton_ops import TritonOps
 from lastrow.kv.pool import KVPool
+from lastrow.models import assistant_config
 from lastrow.models.config import ConfigError, Gemma4Config, from_file
 from lastrow.models.gemma4 import Gemma4Model
+from lastrow.models.gemma4_assistant import Gemma4Assistant
 from lastrow.models.shapes import named_shape
 from lastrow.tokenizer import STOP_IDS, Tokenizer
+from lastrow.weights.assistant import load_assistant_weights
 from lastrow.weights.dummy import dummy_weights
 from lastrow.weights.loader import load_model_weights
 from lastrow.weights.resolve import resolve_model
 
 logger = logging.getLogger("lastrow")
-BACKENDS: dict[str, Callable[[bool], ReferenceOps]] = {"reference": ReferenceOps}
+DEFAULT_DRAFTS = 4
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 8192, 65536
 
 
 def build_engine(config: EngineConfig) -> LLMEngine:
     """A ready engine. Raises ConfigError, TokenizerError or WeightsError with the reason."""
     device = choose_device(config.device)
+    config = with_device_defaults(config, device)
     folder = None if config.shape else resolve_model(config.model, config.revision)
     shape = named_shape(config.shape) if config.shape else from_file(folder or "")
     dtype = choose_dtype(config.dtype, device)
@@ -48,8 +57,16 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         model, pool, vocab_size=shape.vocab_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
         block_size=config.block_size, device=device,
         encode=None if tokenizer is None else lambda text: tokenizer.encode(text, add_bos=False),
+        attention_plans=("tiled", "rows") if config.batch_invariant else ("auto", "auto"),
     )  # fmt: skip
+    if device.type == "cuda" and not config.enforce_eager and isinstance(model.ops, TritonOps):
+        buckets = GraphBuckets.for_limits(config.max_num_seqs, config.max_num_batched_tokens or 0, max_model_len)
+        graphs = CUDAGraphs(model, pool, runner.inputs, buckets)
+        graphs.warm_up()
+        runner.use_graphs(graphs)
     stops = STOP_IDS if tokenizer is None else tokenizer.eos_token_ids
+    if config.speculative is not None:
+        runner.speculator = make_speculator(config.speculative, model, runner)
     return LLMEngine(
         make_scheduler(config, plan, max_model_len), runner, tokenizer, vocab_size=shape.vocab_size,
         stop_token_ids=stops | frozenset(shape.eos_token_ids), seed=config.seed,
@@ -65,29 +82,56 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
 
 
+def with_device_defaults(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The options that depend on the device, where the user gave none. On a GPU a block holds one key tile of the attention
+    kernels, and prefill speed grows with the step (docs/benchmarks)."""
+    on_gpu = device.type == "cuda"
+    tokens = config.max_num_batched_tokens or max(GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS, config.max_num_seqs)
+    return replace(config, block_size=config.block_size or (64 if on_gpu else 16), max_num_batched_tokens=tokens)
+
+
 def choose_dtype(name: str, device: torch.device) -> str:
     """auto: float32 on a CPU, bfloat16 on a GPU."""
     return name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"
 
 
-def choose_backend(name: str, device: torch.device, batch_invariant: bool) -> ReferenceOps:
-    """auto: triton on a GPU where it is built in, else reference. Raises ConfigError for a backend that is not there."""
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> ReferenceOps:
+    """auto: triton on a GPU, else reference. Raises ConfigError where the named one does not run."""
     if name == "auto":
-        name = "triton" if device.type == "cuda" and "triton" in BACKENDS else "reference"
-    if name not in BACKENDS:
-        raise ConfigError(f"backend is {name!r}: this build has {', '.join(BACKENDS)}")
-    return BACKENDS[name](batch_invariant)
+        name = "triton" if device.type == "cuda" else "reference"
+    logger.info("backend %s on %s", name, device)
+    if name == "reference":
+        return ReferenceOps(batch_invariant)
+    try:
+        return TritonOps(batch_invariant, device, dtype)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def load_model(
     config: EngineConfig, shape: Gemma4Config, folder: Path | None, dtype: torch.dtype, device: torch.device, max_positions: int
 ) -> Gemma4Model:
-    ops = choose_backend(config.backend, device, config.batch_invariant)
+    ops = choose_backend(config.backend, device, dtype, config.batch_invariant)
     if config.load_format == "dummy" or folder is None:
         weights = dummy_weights(shape, ops.pack_gate_up, dtype, device, config.seed % 2**63)
     else:
         weights = load_model_weights(folder, shape, ops.pack_gate_up, dtype, device)
     return Gemma4Model(shape, weights, ops, max_positions)
+
+
+def make_speculator(config: SpeculativeConfig, model: Gemma4Model, runner: ModelRunner) -> Speculator:
+    """The proposer that `config` asks for. Raises ConfigError or WeightsError where the assistant does not fit the model."""
+    if config.model is None:
+        proposer, advice = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), None
+    else:
+        folder = resolve_model(config.model)
+        shape = assistant_config.from_folder(folder)
+        embed = model.weights.embed
+        shape.target_layers(model.config)
+        weights = load_assistant_weights(folder, shape, model.ops.pack_gate_up, embed.dtype, embed.device)
+        assistant, advice = Gemma4Assistant(shape, weights, model), shape.num_draft_tokens
+        proposer = AssistantProposer(assistant, runner.pool, runner.inputs.block_tables)
+    return Speculator(proposer, config.num_speculative_tokens or advice or DEFAULT_DRAFTS, config.adaptive)
 
 
 def make_scheduler(config: EngineConfig, plan: MemoryForecast, max_model_len: int) -> Scheduler:

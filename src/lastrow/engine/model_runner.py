@@ -18,6 +18,7 @@ from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
 from lastrow.engine.sampler import Sampler
 from lastrow.engine.sampling_state import Grammar
 from lastrow.engine.spec_decode import PendingDrafts, Speculator, accept
+from lastrow.kernels.rows import AttentionPlan
 from lastrow.kv.pool import KVPool
 from lastrow.models.batch import ForwardBatch
 
@@ -125,11 +126,12 @@ class ModelRunner:
         block_size: int,
         device: torch.device | str = "cpu",
         encode: Callable[[str], list[int]] | None = None,
+        attention_plans: tuple[AttentionPlan, AttentionPlan] = ("auto", "auto"),
     ) -> None:
         self.model = model
         self.pool = pool
         self.device = torch.device(device)
-        self.inputs = InputBatch(max_num_seqs, max_model_len, block_size, device)
+        self.inputs = InputBatch(max_num_seqs, max_model_len, block_size, device, attention_plans)
         self.sampler = Sampler(max_num_seqs, vocab_size, device, encode)
         self.grammars: dict[str, Grammar] = {}
         self.graphs: GraphRunner | None = None
@@ -193,9 +195,7 @@ class ModelRunner:
         if result.greedy is not None and self.sampler.is_plain_greedy(slots):
             handle.sampled = result.greedy if rows is None else result.greedy[rows]
             return
-        handle.sampled, handle.logprobs = self.sampler.sample(
-            self._logits(result, rows), slots, step.sample_positions + 1 - prompt, behind
-        )
+        handle.sampled, handle.logprobs = self.sampler.sample(self._logits(result, rows), slots, step.sample_positions + 1 - prompt, behind)
         self.inputs.keep_sampled(step.sample_slots, handle.sampled)
 
     def _logits(self, result: ForwardResult, rows: torch.Tensor | None) -> torch.Tensor:
