@@ -1,5 +1,7 @@
 """Triton's interpreter with the card's arithmetic: the stock one truncates fp32 to bf16, rounds to fp8 without carry and
-multiplies bf16 operands as their bit patterns. With this, bf16 kernels can be checked on a CPU."""
+multiplies bf16 operands as their bit patterns. With this, bf16 kernels can be checked on a CPU. Also: loop bounds that are
+tensors, which the stock one hands to numpy as 1-element arrays (refused since numpy 2.4), and a device function called a
+second time no longer patches triton.language again (most of the time of a test)."""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 STORED_AS = {tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8, np.uint8)}
 
@@ -46,6 +48,22 @@ def install() -> None:
         product = np.matmul(_to_float(a.data, a.dtype.scalar), _to_float(b.data, b.dtype.scalar))
         return TensorHandle(product + d.data, d.dtype.scalar)
 
+    plain_patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        plain_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patched: set[int] = set()
+
+    def call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        if id(self.fn.__globals__) not in patched:
+            patched.add(id(self.fn.__globals__))
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    InterpretedFunction.__call__ = call
+    interpreter._patch_lang_tensor = patch_tensor
     InterpreterBuilder.cast_impl = cast
     InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, rounding: cast(self, src, dst_type)
     InterpreterBuilder.create_dot = dot

@@ -7,7 +7,6 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 
-from lastrow.kernels.geglu import reference_pack
 from lastrow.kernels import add_norm, attention, centroid_head, embedding, geglu, head, ple_gate, ple_inputs, qkv_epilogue
 
 
@@ -15,6 +14,7 @@ class ReferenceOps:
     """Plain torch on any device. `counts`: operation -> calls."""
 
     name = "reference"
+    pack_gate_up = staticmethod(geglu.reference_pack)
 
     def __init__(self, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
@@ -48,8 +48,6 @@ class ReferenceOps:
         self.counts["geglu"] += 1
         return geglu.reference(h, gate_up)
 
-    pack_gate_up = staticmethod(reference_pack)
-
     def ple_gate(self, gate, ple, index):
         self.counts["ple_gate"] += 1
         return ple_gate.reference(gate, ple, index)
@@ -57,6 +55,10 @@ class ReferenceOps:
     def head(self, h, table, cap):
         self.counts["head"] += 1
         return head.reference(h, table, cap)
+
+    def head_argmax(self, h, table):
+        self.counts["head_argmax"] += 1
+        return F.linear(h, table).argmax(-1)
 
     def head_labels(self, h, table, label_ids, cap):
         self.counts["head_labels"] += 1

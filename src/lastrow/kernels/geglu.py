@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+from lastrow.kernels import matmul
+from lastrow.kernels._triton import cdiv, gelu_tanh, jit, round_to, tl
+
+FUSED_ROWS = 512
+"""From here on the matmul with GeGLU behind it wins over the vendor's matmul and a second kernel."""
 
 
 def reference_pack(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -15,3 +23,35 @@ def reference(h: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """h [T, H], gate_up from `reference_pack` -> gelu_tanh(h @ gate.T) * (h @ up.T), [T, I]."""
     gate, up = F.linear(h, gate_up).chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def pack(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gate, up [I, H] -> the weight `triton` takes, [2I, H]: gate 0, up 0, gate 1, up 1, ... so that both halves of an
+    output are in one tile of the matmul."""
+    return torch.stack([gate, up], 1).flatten(0, 1)
+
+
+@jit
+def geglu_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """gate_up: interleaved pairs; one output per pair."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    both = first * 2 + tl.arange(0, 2 * BLOCK)
+    gate, up = tl.load(gate_up_ptr + both, mask=both < size * 2, other=0.0).to(tl.float32).reshape(BLOCK, 2).split()
+    i = first + tl.arange(0, BLOCK)
+    tl.store(out_ptr + i, (round_to(gelu_tanh(gate), dtype) * up).to(dtype), mask=i < size)
+
+
+def pairs(gate_up: torch.Tensor, *, block: int = 1024, warps: int = 4) -> torch.Tensor:
+    """Interleaved projections [T, 2I] -> gelu_tanh(gate) * up, [T, I]."""
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, device=gate_up.device, dtype=gate_up.dtype)
+    if out.numel():
+        geglu_kernel[(cdiv(out.numel(), block),)](gate_up, out, out.numel(), block, num_warps=warps)
+    return out
+
+
+def triton(h: torch.Tensor, gate_up: torch.Tensor, linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear) -> torch.Tensor:
+    """`reference` on a weight from `pack`. Few rows: `linear`, then one kernel; the bits are those of the fused one."""
+    if h.shape[0] >= FUSED_ROWS and h.dtype is not torch.float32:
+        return matmul.triton(h, gate_up, geglu=True, config=matmul.LARGE)
+    return pairs(linear(h, gate_up))

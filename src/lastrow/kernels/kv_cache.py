@@ -73,14 +73,14 @@ def store(kv: PagedKV, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 def load(kv: PagedKV, blocks: torch.Tensor, first: int, last: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V [last - first, kv_heads, head_dim] at positions first .. last-1 of the sequence with block table `blocks`."""
     size = kv.block_size
-    wanted = blocks[first // size : (last - 1) // size + 1].long()
+    wanted = blocks[first // size : (last - 1) // size + 1]
     offset = first % size
 
     def gather(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        x = cache[wanted].flatten(0, 1)[offset : offset + last - first]
+        x = cache.index_select(0, wanted).flatten(0, 1)[offset : offset + last - first]
         if scale is None:
             return x.to(dtype)
-        return (x.float() * scale[wanted].flatten(0, 1)[offset : offset + last - first].unsqueeze(-1)).to(dtype)
+        return (x.float() * scale.index_select(0, wanted).flatten(0, 1)[offset : offset + last - first].unsqueeze(-1)).to(dtype)
 
     return gather(kv.k, kv.k_scale), gather(kv.v, kv.v_scale)
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+import numpy as np
 import torch
+
+AttentionPlan = Literal["auto", "tiled", "rows"]
+
+FEW_ROWS = 4
+"""Rows per sequence up to which a group of sequences goes to the split kernel: a tile of it would be mostly padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +22,14 @@ class QueryRows:
     positions [N] int32: absolute position of each row. seq_index [N] int32: the row of the block tables that holds its
     sequence (a request's slot, so that the tables can stay on the device from step to step).
     block_tables: (full, sliding), each [slots, max_blocks] int32, indexed by position // block_size.
-    q_lens, kv_lens: host copies per sequence: query rows, and 1 + the last position a row of it may read.
+    q_lens, kv_lens: host copies per sequence: query rows, and 1 + the last position a row of it may read. Under a CUDA graph
+    kv_lens are the bucket's upper bound, and rows past the real ones have position 0 and slot -1.
     num_single: the first `num_single` sequences have exactly one row each (decodes, or one wanted row per prompt).
-    tiles: device tile lists by tokens per tile, filled by the tiled attention kernel on first use."""
+    plan: which attention kernel reads them. "auto": the single rows (and groups of few rows) the split kernel, the rest the
+    tiled one. Both give a row the same bits in any company, but not the same bits as each other, so batch invariance
+    asks for "tiled" before the cut and "rows" behind it.
+    tiles: device tile lists by rows per tile, [n, 5] int32 as `tile_array` makes them, filled on first use. A runner that
+    replays graphs puts its own buffers here."""
 
     positions: torch.Tensor
     seq_index: torch.Tensor
@@ -25,6 +38,7 @@ class QueryRows:
     kv_lens: tuple[int, ...]
     num_single: int = 0
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
+    plan: AttentionPlan = "auto"
 
     @property
     def num_rows(self) -> int:
@@ -33,3 +47,55 @@ class QueryRows:
     @property
     def max_kv_len(self) -> int:
         return max(self.kv_lens, default=0)
+
+    @property
+    def num_split_sequences(self) -> int:
+        """Leading sequences whose rows the split kernel takes."""
+        if self.plan == "tiled":
+            return 0
+        if self.plan == "rows" or max(self.q_lens[self.num_single :], default=0) <= FEW_ROWS:
+            return len(self.q_lens)
+        return self.num_single
+
+    def tile_list(self, rows_per_tile: int) -> torch.Tensor:
+        """The tiles of the sequences behind the split ones, built on first use."""
+        if rows_per_tile not in self.tiles:
+            tiles = _row_ranges(self.q_lens, rows_per_tile, self.num_split_sequences)
+            device = self.positions.device
+            first, count = torch.from_numpy(tiles).to(device, non_blocking=True).unbind(1)
+            columns = (first, count, self.seq_index[first], self.positions[first], self.positions[first + count - 1])
+            self.tiles[rows_per_tile] = torch.stack(columns, 1)
+        return self.tiles[rows_per_tile]
+
+
+def tile_array(
+    q_lens: Sequence[int],
+    positions: np.ndarray,
+    seq_index: np.ndarray,
+    rows_per_tile: int,
+    first_sequence: int = 0,
+    pad_to: int = 0,
+) -> np.ndarray:
+    """What the tiled kernel walks, [n, 5] int32: first query row, rows, block table row, first and last position.
+
+    Heaviest tile of a sequence first. positions, seq_index: host copies, [N]. pad_to: append empty tiles (0 rows) up to this
+    many, for a graph's bucket; `max_tiles` gives the bound."""
+    ranges = _row_ranges(q_lens, rows_per_tile, first_sequence)
+    first, last = ranges[:, 0], ranges.sum(1) - 1
+    tiles = np.column_stack([ranges, seq_index[first], positions[first], positions[last]]).astype(np.int32)
+    return np.concatenate([tiles, np.zeros((max(pad_to - len(tiles), 0), 5), np.int32)])
+
+
+def max_tiles(num_rows: int, num_sequences: int, rows_per_tile: int) -> int:
+    """Tiles that any division of `num_rows` rows among `num_sequences` sequences can need."""
+    return min(num_rows, num_rows // rows_per_tile + num_sequences)
+
+
+def _row_ranges(q_lens: Sequence[int], rows_per_tile: int, first_sequence: int) -> np.ndarray:
+    """(first query row, rows) of every tile, [n, 2] int32."""
+    ends = np.cumsum(q_lens, dtype=np.int64)
+    ranges = [np.zeros((0, 2), np.int64)]
+    for end, length in zip(ends[first_sequence:], q_lens[first_sequence:], strict=True):
+        start = np.arange(0, length, rows_per_tile)[::-1]
+        ranges.append(np.stack([end - length + start, np.minimum(rows_per_tile, length - start)], 1))
+    return np.concatenate(ranges).astype(np.int32)

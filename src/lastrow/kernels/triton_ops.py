@@ -1,0 +1,128 @@
+"""The operations of one NVIDIA card: Triton kernels beside the vendor's matmuls, behind the names of ReferenceOps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+
+from lastrow.kernels import (
+    add_norm,
+    attention,
+    attention_rows,
+    centroid_head,
+    embedding,
+    geglu,
+    head,
+    matmul,
+    ple_gate,
+    ple_inputs,
+    qkv_epilogue,
+)
+from lastrow.kernels._triton import HAS_TRITON, INTERPRETED
+from lastrow.kernels.kv_cache import PagedKV
+from lastrow.kernels.rows import QueryRows
+
+VENDOR_K = 2048
+"""Longest sum that the vendor's matmuls were never seen to split (65 row counts of all E2B shapes, torch 2.11, H200)."""
+VENDOR_ROWS = 1000
+"""Rows from which they were never seen to split any sum."""
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class TritonOps:
+    """`counts`: kernel -> calls. batch_invariant: `linear` never lets the number of rows choose a row's order of summation;
+    which attention kernel reads a row is then said by `QueryRows.plan`."""
+
+    name = "triton"
+    pack_gate_up = staticmethod(geglu.pack)
+
+    def __init__(self, batch_invariant: bool = False, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
+        check_device(torch.device(device), dtype)
+        self.batch_invariant = batch_invariant
+        self.counts: Counter[str] = Counter()
+
+    def embedding(self, ids, table, scale, norm_weight, eps):
+        self.counts["embedding"] += 1
+        return embedding.triton(ids, table, scale, norm_weight, eps)
+
+    def ple_inputs(self, context, ids, table, norm_weight, first_layer, hidden_size, eps):
+        self.counts["ple_inputs"] += 1
+        return ple_inputs.triton(context, ids, table, norm_weight, first_layer, hidden_size, eps)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [M, K] @ weight [N, K].T. The vendor's matmul; with batch_invariant ours where the vendor's may split K."""
+        if self.batch_invariant and x.shape[1] > VENDOR_K and x.shape[0] < VENDOR_ROWS and x.dtype is not torch.float32:
+            self.counts["matmul"] += 1
+            return matmul.triton(x, weight)
+        self.counts["linear"] += 1
+        return F.linear(x, weight)
+
+    def qkv_epilogue(self, *args, **kwargs):
+        self.counts["qkv_epilogue"] += 1
+        return qkv_epilogue.triton(*args, **kwargs)
+
+    def attention(self, q: torch.Tensor, kv: PagedKV, rows: QueryRows, block_table: torch.Tensor, window: int) -> torch.Tensor:
+        """As attention.reference; `rows` says which sequences go to which kernel (two launches in a mixed batch)."""
+        out = torch.empty_like(q)
+        split = sum(rows.q_lens[: rows.num_split_sequences])
+        if split:
+            self.counts["attention_rows"] += 1
+            attention_rows.triton(q[:split], kv, rows, block_table, window, out=out[:split])
+        if split < sum(rows.q_lens):
+            self.counts["attention"] += 1
+            attention.triton(q, kv, rows, block_table, window, out=out)
+        return out
+
+    def add_norm(self, h, x, post_weight, pre_weight, scalar, eps):
+        """x is overwritten."""
+        self.counts["add_norm"] += 1
+        return add_norm.triton(h, x, post_weight, pre_weight, scalar, eps)
+
+    def geglu(self, h, gate_up):
+        self.counts["geglu"] += 1
+        return geglu.triton(h, gate_up, self.linear)
+
+    def ple_gate(self, gate, ple, index):
+        self.counts["ple_gate"] += 1
+        return ple_gate.triton(gate, ple, index)
+
+    def head(self, h, table, cap):
+        self.counts["head"] += 1
+        return head.triton(h, table, cap, self.linear)
+
+    def head_argmax(self, h: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Greedy token of each row, [R] int64, without fp32 logits: the softcap is monotone. Ties go to the lower id."""
+        self.counts["head_argmax"] += 1
+        return self.linear(h, table).argmax(-1)
+
+    def head_labels(self, h, table, label_ids, cap):
+        self.counts["head_labels"] += 1
+        return head.triton_labels(h, table, label_ids, cap)
+
+    def head_logsumexp(self, h, table, cap):
+        self.counts["head_logsumexp"] += 1
+        return head.triton_logsumexp(h, table, cap)
+
+    def centroid_head(self, y, centroids, clusters, cluster_ids, top_k):
+        self.counts["centroid_head"] += 1
+        return centroid_head.triton(y, centroids, clusters, cluster_ids, top_k)
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError, naming the flag, where the kernels do not run."""
+    if not HAS_TRITON:
+        raise ValueError("--backend triton: triton is not installed; pip install 'lastrow[gpu]' or use --backend reference")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: --backend triton runs bfloat16 and float32")
+    if INTERPRETED:
+        return
+    if device.type != "cuda" or torch.version.hip:
+        raise ValueError(f"--device {device}: --backend triton needs an NVIDIA GPU; use --backend reference")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (9, 0):
+        raise ValueError(
+            f"--device {device}: compute capability {capability[0]}.{capability[1]}, --backend triton needs 9.0 or newer "
+            "(its kernels load tiles by TMA); use --backend reference"
+        )

@@ -1,0 +1,62 @@
+"""The head's kernels against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.compare import randn
+from lastrow.kernels import head
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+CAPS = pytest.mark.parametrize("cap", [30.0, None])
+
+
+def case(device, dtype, rows=3, vocab=301, hidden=192):
+    if device == "cuda":
+        rows, vocab, hidden = 70, 50_001, 1536
+    # logits up to about 40, so that the cap of 30 bends them
+    return randn(rows, hidden, dtype=dtype, device=device), randn(vocab, hidden, dtype=dtype, device=device, scale=10 / hidden**0.5)
+
+
+def assert_logits(got, expected, dtype):
+    """fp32: sums in another order. bf16: logits of size 16 to 32 are 0.125 apart, and a moved sum moves one step."""
+    assert got.shape == expected.shape and got.dtype is torch.float32
+    assert float((got - expected).abs().max()) <= (1e-4 if dtype is torch.float32 else 0.1251)
+
+
+@DTYPES
+@CAPS
+def test_logits_are_softcapped_in_fp32(device, dtype, cap):
+    h, table = case(device, dtype)
+    assert_logits(head.triton(h, table, cap), head.reference(h, table, cap), dtype)
+
+
+@DTYPES
+@CAPS
+@pytest.mark.parametrize("labels", [1, 4, 7])
+def test_label_rows_are_the_columns_of_the_whole(device, dtype, cap, labels):
+    h, table = case(device, dtype)
+    ids = torch.randint(0, table.shape[0], (labels,), device=device)
+    got = head.triton_labels(h, table, ids, cap)
+    assert_logits(got, head.reference(h, table, cap)[:, ids], dtype)
+    assert torch.equal(head.triton_labels(h[1:2].contiguous(), table, ids[-1:], cap), got[1:2, -1:])
+
+
+@DTYPES
+@CAPS
+def test_logsumexp_streams_the_vocabulary(device, dtype, cap):
+    h, table = case(device, dtype)
+    parts = 4 if device == "cpu" else 256
+    got = head.triton_logsumexp(h, table, cap, parts=parts)
+    expected = torch.logsumexp(head.reference(h, table, cap).double(), -1)
+    # a sum of many terms: bf16 roundings of single logits (0.06 rms) average out unless one term is the sum
+    assert float((got.double() - expected).abs().max()) <= (1e-4 if dtype is torch.float32 else 0.1251)
+    assert torch.equal(head.triton_logsumexp(h[1:2].contiguous(), table, cap, parts=parts), got[1:2])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_softcap_of_huge_logits_is_the_cap(device):
+    x = torch.tensor([[1e4, -1e4, 0.0, 3e38, 1e-6]], device=device)
+    eye = torch.eye(5, device=device)
+    assert torch.allclose(head.triton(x, eye, 30.0), torch.tensor([[30.0, -30.0, 0.0, 30.0, 1e-6]], device=device), rtol=1e-6, atol=2e-6)
