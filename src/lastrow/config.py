@@ -63,7 +63,8 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config.prompt_lookup_min and prompt_lookup_max: positive integers are needed")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
-                f"speculative_config.prompt_lookup_min is {self.prompt_lookup_min}: at most prompt_lookup_max={self.prompt_lookup_max} is needed"
+                f"speculative_config.prompt_lookup_min is {self.prompt_lookup_min}: "
+                f"at most prompt_lookup_max={self.prompt_lookup_max} is needed"
             )
 
     @classmethod
@@ -109,7 +110,9 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "reuse the K/V of prompts that begin alike")
     enforce_eager: bool = _flag(False, "no CUDA graphs")
     batch_invariant: bool = _flag(False, "bit-identical results alone, in any batch and in any chunking")
-    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = _flag(None, f"drafts, as JSON: {SPECULATIVE_EXAMPLE}")
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = _flag(  # noqa: RUF009  the default is None
+        None, f"drafts, as JSON: {SPECULATIVE_EXAMPLE}"
+    )
     seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
 
     def __post_init__(self) -> None:

@@ -38,7 +38,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] | No
 
 
 def add_flag(group: Any, name: str, hint: Any, default: Any, metadata: Any) -> None:
-    kind = next((t for t in (typing.get_args(hint) or (hint,)) if t is not type(None)), str)
+    kinds = [t for t in (typing.get_args(hint) or (hint,)) if t is not type(None)]
+    kind = str if len(kinds) > 1 else kinds[0]  # several types: the command line brings the text form
     flag, text = "--" + name.replace("_", "-"), metadata["help"]
     if kind is bool:
         state = "on" if default else "off"

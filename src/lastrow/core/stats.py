@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,6 +49,44 @@ class PrefixCacheStats:
     @property
     def hit_rate(self) -> float:
         return self.hits / self.queries if self.queries else 0.0
+
+
+@dataclass(slots=True)
+class SpecDecodeStats:
+    """Totals of speculative decoding. num_drafts: steps of a request that verified drafts; num_emitted_tokens: what those steps brought,
+    cut at a stop token. Per position: drafts there, and those of them that stood. num_plain_steps: steps of a request without
+    drafts (its first, a pause, nothing proposed). num_switched_off: times drafting paused because it did not pay."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_emitted_tokens: int = 0
+    num_plain_steps: int = 0
+    num_switched_off: int = 0
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list[int])
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list[int])
+
+    def record(self, drafted: int, stood: int, emitted: int) -> None:
+        """One verification of `drafted` drafts."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += stood
+        self.num_emitted_tokens += emitted
+        for counts, count in ((self.num_draft_tokens_per_pos, drafted), (self.num_accepted_tokens_per_pos, stood)):
+            counts.extend([0] * (drafted - len(counts)))
+            for i in range(count):
+                counts[i] += 1
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a verification brought: the drafts that stood and one more, less what a stop token cut off."""
+        return self.num_emitted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """By position: share of the drafts there that stood (those behind a rejected one did not)."""
+        counts = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
+        return [stood / drafted for stood, drafted in counts]
 
 
 @dataclass(slots=True)

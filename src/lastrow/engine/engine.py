@@ -194,11 +194,20 @@ class LLMEngine:
 
         Raises EngineStuck, naming a request, when nothing can make progress."""
         launched = self._launch()
-        if len(self._in_flight) > (self.depth if launched else 0):
-            return self._read_oldest()
-        if not launched:
+        if not launched and not self._in_flight:
             self._watch()
-        return []
+            return []
+        outputs: list[RequestOutput] = []
+        keep = self._steps_in_flight if launched else len(self._in_flight) - 1
+        while len(self._in_flight) > keep:
+            outputs += self._read_oldest()
+        return outputs
+
+    @property
+    def _steps_in_flight(self) -> int:
+        """Steps that may stay unread: none while drafts are wanted, because they continue tokens that the host must know."""
+        speculator = self.runner.speculator
+        return 0 if speculator is not None and speculator.is_drafting else self.depth
 
     def _launch(self) -> bool:
         scheduled = self.scheduler.schedule()

@@ -6,6 +6,7 @@ min_tokens masks the stop ids, logit_bias is added before the penalties."""
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -24,6 +25,8 @@ class Grammar(Protocol):
     def num_tokens(self) -> int: ...
 
     def accept(self, token: int) -> bool: ...
+
+    def rollback(self, num_tokens: int) -> None: ...
 
     def fill_mask(self, row: np.ndarray) -> None: ...
 
@@ -56,6 +59,17 @@ class TokenCounts:
                 self._ids[place], self._counts[place] = token, 0
             self._counts[place] += 1
         self.seen = len(tokens)
+
+    def with_more(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, counts) as if `tokens` had come, too; nothing is kept of them."""
+        if not tokens:
+            return self.ids, self.counts
+        extra = Counter(tokens)
+        counts, new = self.counts.copy(), [token for token in extra if token not in self._place]
+        for token in extra.keys() & self._place.keys():
+            counts[self._place[token]] += extra[token]
+        ids = np.concatenate((self.ids, np.array(new, np.int64)))
+        return ids, np.concatenate((counts, np.array([extra[token] for token in new], np.float32)))
 
 
 class RequestSampling:
@@ -108,28 +122,39 @@ class RequestSampling:
         if self.presence or self.frequency or self.repetition != 1.0:
             self.output_counts.update(self.request.output_token_ids)
 
-    def disallowed_by_grammar(self, grammar: Grammar) -> np.ndarray:
-        """[V] bool, after the grammar has seen the output so far."""
+    def disallowed_by_grammar(self, grammar: Grammar, drafts: Sequence[int] = ()) -> np.ndarray:
+        """[V] bool, after the grammar has seen the output so far and `drafts`. Nothing is disallowed behind a draft that the grammar
+        refuses: the target cannot sample that draft, so the row is never looked at."""
         for token in self.request.output_token_ids[grammar.num_tokens :]:
             grammar.accept(token)
-        row = np.empty(self.vocab_size, np.bool_)
-        grammar.fill_mask(row)
+        taken = 0
+        for token in drafts:
+            if not grammar.accept(token):
+                break
+            taken += 1
+        row = np.ones(self.vocab_size, np.bool_)
+        if taken == len(drafts):
+            grammar.fill_mask(row)
+        grammar.rollback(taken)
         return ~row
 
-    def repeated_ids(self) -> np.ndarray:
-        """Distinct tokens of prompt and output."""
-        return np.union1d(self.prompt_ids, self.output_counts.ids)
+    def repeated_ids(self, drafts: Sequence[int] = ()) -> np.ndarray:
+        """Distinct tokens of prompt, output and `drafts`."""
+        ids = np.union1d(self.prompt_ids, self.output_counts.ids)
+        return np.union1d(ids, np.array(drafts, np.int64)) if drafts else ids
 
-    def masked_ids(self, output_index: int) -> np.ndarray | list[int]:
-        """Ids that may not be the output token number `output_index` (from 0)."""
-        masked = [words[-1] for words in self.bad_words if self._ends_with(words[:-1])]
+    def masked_ids(self, output_index: int, drafts: Sequence[int] = ()) -> np.ndarray | list[int]:
+        """Ids that may not be the output token number `output_index` (from 0), with `drafts` at the output's end."""
+        masked = [words[-1] for words in self.bad_words if self._ends_with(words[:-1], drafts)]
         if output_index < self.min_tokens:
             return np.concatenate((self.stop_ids, np.array(masked, np.int64)))
         return masked
 
-    def _ends_with(self, words: list[int]) -> bool:
-        output = self.request.output_token_ids
-        return not words or output[-len(words) :] == words
+    def _ends_with(self, words: list[int], drafts: Sequence[int]) -> bool:
+        if not words:
+            return True
+        output = self.request.output_token_ids[-len(words) :]
+        return (output + list(drafts))[-len(words) :] == words
 
 
 def bad_word_ids(words: Iterable[str], encode: Callable[[str], list[int]] | None) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -92,6 +93,7 @@ def _build(
     weights = AssistantWeights(get("pre_projection.weight"), get("post_projection.weight"), get("model.norm.weight"))
     for i in range(config.text.num_hidden_layers):
         prefix = f"model.layers.{i}."
+        norms: dict[str, Any] = {field: get(prefix + name) for field, name in LAYER_NORMS.items()}
         weights.layers.append(
             LayerWeights(
                 qkv=get(prefix + "self_attn.q_proj.weight"),
@@ -101,7 +103,7 @@ def _build(
                 gate_up=pack_gate_up(get(prefix + "mlp.gate_proj.weight"), get(prefix + "mlp.up_proj.weight")),
                 down=get(prefix + "mlp.down_proj.weight"),
                 scalar=get(prefix + "layer_scalar"),
-                **{field: get(prefix + name) for field, name in LAYER_NORMS.items()},
+                **norms,
             )
         )
     if not config.num_centroids:

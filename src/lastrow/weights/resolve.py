@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lastrow.models.config import ConfigError
 
-BUNDLED = ("tiny-e",)
+BUNDLED = ("tiny-e", "tiny-e-assistant")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 CONFIG_FILES = ("config.json",)
 CHECKPOINT_FILES = ("*.json", "*.jinja", "*.safetensors")

@@ -1,0 +1,190 @@
+"""Speculative decoding: which drafts stand, how many to ask for, and the loop from one step's tokens to the next step's drafts.
+
+A step computes k + 1 rows of a request: its newest token and k drafts. The target samples a token at every row by the random number
+of that row's output index; drafts stand as long as they are what the target sampled (`accept`). A draft x is a point mass, so this is
+the rejection rule of Leviathan et al. (2023) and Chen et al. (2023): x stands with probability p(x), and what stands in its place
+otherwise is p without x. Because the number belongs to the index, a seed gives the same tokens with and without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lastrow.core.request import Request
+from lastrow.core.stats import SpecDecodeStats
+from lastrow.engine.inputs import StepInputs
+from lastrow.engine.proposers import DraftRows, Proposer
+
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # what is believed of the first request, and how many tested drafts outweigh a belief
+FORGET = 0.85  # weight of older verifications at each new one: about the last seven count
+SHARED_FORGET = 0.99
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # tokens without drafts before one more try, doubled while it does not pay
+
+
+def accept(sampled: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """The tokens that stand, at least one. sampled[i] was sampled by the target behind drafts[:i], so it stands as long as every draft
+    before it was what the target sampled there."""
+    for i, draft in enumerate(drafts):
+        if sampled[i] != draft:
+            return list(sampled[: i + 1])
+    return list(sampled[: len(drafts) + 1])
+
+
+def expected_tokens(rate: float, drafts: int) -> float:
+    """Tokens that one verification of `drafts` drafts brings on average when each stands with probability `rate` if those before it do."""
+    return sum(rate**i for i in range(drafts + 1))
+
+
+def best_length(rate: float, cost: float, most: int) -> int:
+    """Drafts per step, 0 to `most`, with the most tokens per time; cost: time of one more draft (proposed and verified) as a share of a
+    step without drafts. 0 where drafting does not pay."""
+    return max(range(most + 1), key=lambda k: (expected_tokens(rate, k) / (1.0 + cost * k), -k))
+
+
+class AcceptanceRate:
+    """Share of tested drafts that stood, recent ones weighing more. A draft behind a rejected one was not tested."""
+
+    def __init__(self, forget: float, prior: float) -> None:
+        self.forget, self.prior = forget, prior
+        self._stood = self._tested = 0.0
+
+    def observe(self, drafted: int, stood: int) -> None:
+        self._stood = self._stood * self.forget + stood
+        self._tested = self._tested * self.forget + stood + (stood < drafted)
+
+    @property
+    def value(self) -> float:
+        return (self._stood + PRIOR_WEIGHT * self.prior) / (self._tested + PRIOR_WEIGHT)
+
+
+class DraftLength:
+    """How many drafts one request asks for: the best number for its acceptance; after a pause, one more try where that is 0."""
+
+    def __init__(self, most: int, cost: float, prior: float, adaptive: bool = True) -> None:
+        self.most, self.cost, self.adaptive = most, cost, adaptive
+        self.rate = AcceptanceRate(FORGET, prior)
+        self._pause = FIRST_PAUSE
+        self._resume_at = 0
+        self._tokens = 0
+        self.num_switched_off = 0
+
+    @property
+    def current(self) -> int:
+        """Drafts to ask for now; 0 during a pause."""
+        if not self.adaptive:
+            return self.most
+        if self._tokens < self._resume_at:
+            return 0
+        return max(1, best_length(self.rate.value, self.cost, self.most))
+
+    def observe(self, drafted: int, stood: int, tokens: int) -> None:
+        """A step brought `tokens` tokens; `stood` of its `drafted` drafts are among them."""
+        self._tokens += tokens
+        if not drafted:
+            return
+        self.rate.observe(drafted, stood)
+        if best_length(self.rate.value, self.cost, self.most) > 0:
+            self._pause = FIRST_PAUSE
+        elif self.adaptive:
+            self._resume_at = self._tokens + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self.num_switched_off += 1
+
+
+@dataclass(slots=True)
+class PendingDrafts:
+    """Drafts of one step on their way: `finish` gives the proposals for the tokens that stood.
+
+    tensor [S, K]: drafts made on the device, None where the proposer works on the host."""
+
+    speculator: Speculator
+    rows: DraftRows
+    tensor: torch.Tensor | None
+
+    def finish(self, tokens: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """tokens: what stood of every request in the step. Counts it and returns the next drafts by request id."""
+        proposals: dict[str, list[int]] = {}
+        made = None if self.tensor is None else self.tensor.tolist()
+        for i, (request, drafts) in enumerate(zip(self.rows.requests, self.rows.drafts, strict=True)):
+            if request.is_finished:  # aborted meanwhile: forgotten already
+                continue
+            new = _until_stop(request, tokens[request.request_id])
+            self.speculator.count(request, drafts, new)
+            length = self.rows.lengths[i]
+            if length and new[-1] not in request.stop_token_ids:
+                found = self.speculator.proposer.finish(request, new, None if made is None else made[i], length)
+                if found:
+                    proposals[request.request_id] = found
+        return proposals
+
+
+class Speculator:
+    """A proposer, each request's draft length, and the counts. num_speculative_tokens: most drafts of one step."""
+
+    def __init__(self, proposer: Proposer, num_speculative_tokens: int, adaptive: bool = True) -> None:
+        self.proposer = proposer
+        self.most = num_speculative_tokens
+        self.adaptive = adaptive
+        self.stats = SpecDecodeStats()
+        self._shared = AcceptanceRate(SHARED_FORGET, PRIOR_RATE)
+        self._lengths: dict[str, DraftLength] = {}
+
+    def length_of(self, request: Request) -> DraftLength:
+        length = self._lengths.get(request.request_id)
+        if length is None:
+            length = DraftLength(self.most, self.proposer.cost, self._shared.value, self.adaptive)
+            self._lengths[request.request_id] = length
+        return length
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether some running request asks for drafts now: then the next step needs this one's tokens on the host first."""
+        return any(length.current for length in self._lengths.values())
+
+    def start(self, step: StepInputs, hidden: torch.Tensor, sampled: torch.Tensor) -> PendingDrafts | None:
+        """Behind a step's sampling: hidden [R, H] of its wanted rows, sampled [n] of its sampled rows. Does not wait for the device."""
+        rows = DraftRows()
+        first = 0
+        while first < len(step.sample_parts):
+            part_index = step.sample_parts[first]
+            part = step.parts[part_index]
+            params, known = part.request.sampling_params, len(part.request.output_token_ids)
+            room = self.most + 1 if params.max_tokens is None else params.max_tokens - known - 2
+            length = max(0, min(self.length_of(part.request).current, room))
+            rows.add(part, int(step.slots[part_index]), first, int(step.sample_positions[first]), length)
+            first += 1 + len(part.draft_token_ids)
+        if not rows.requests:
+            return None
+        hidden = hidden if step.sample_rows is None else hidden[step.sample_rows]
+        return PendingDrafts(self, rows, self.proposer.start(rows, hidden, sampled))
+
+    def count(self, request: Request, drafts: Sequence[int], tokens: Sequence[int]) -> None:
+        """tokens: what the step that verified `drafts` brought, cut at a stop token. Drafts behind that token count as not stood."""
+        drafted = len(drafts)
+        stood = next((i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), min(drafted, len(tokens)))
+        length = self.length_of(request)
+        off = length.num_switched_off
+        length.observe(drafted, stood, len(tokens))
+        if drafted:
+            self._shared.observe(drafted, stood)
+            self.stats.record(drafted, stood, len(tokens))
+        else:
+            self.stats.num_plain_steps += 1
+        self.stats.num_switched_off += length.num_switched_off - off
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget finished requests; ids that are not known are ignored."""
+        for request_id in request_ids:
+            self._lengths.pop(request_id, None)
+            self.proposer.drop(request_id)
+
+
+def _until_stop(request: Request, tokens: list[int]) -> list[int]:
+    """`tokens` up to the one that ends the request, as the scheduler cuts them."""
+    known, least = len(request.output_token_ids), request.sampling_params.min_tokens
+    for i, token in enumerate(tokens):
+        if token in request.stop_token_ids and known + i + 1 >= least:
+            return tokens[: i + 1]
+    return tokens
