@@ -25,8 +25,8 @@ WINDOW, BLOCK = 6, 4
 def test_logits_are_those_of_transformers(name: str, attention: str) -> None:
     for seed in (1, 2):
         reference, config = random_reference(RANDOM_SHAPES[name], seed, attention)
-        runner = DirectRunner(model_of(reference, config), 64, block_size=BLOCK)
-        for length in (1, 5, 6, 7, 53):  # around the windows of 6 and 7, and one odd length
+        runner = DirectRunner(model_of(reference, config), 160, block_size=BLOCK)
+        for length in (1, 5, 6, 7, 53, 150):  # around the windows of 6 and 7, one odd length, one of several query chunks
             ids = torch.randint(3, config.vocab_size, (length,)).tolist()
             torch.testing.assert_close(runner.all_logits(ids), reference_logits(reference, ids), atol=TOLERANCE, rtol=0)
 

@@ -80,13 +80,13 @@ def _mask_template(width: int, window: int, dtype: torch.dtype, device: torch.de
 
 # ------------------------------------------------------------------------------------------------------------ tiled kernel
 @jit
-def softmax_step(s, m, l):
+def softmax_step(s, m, total):
     """One key tile of the online softmax: scores s [M, N] (masked: -inf) -> probabilities, the factor for what was summed
     before, the new maximum and sum. m starts at -1e30, so a row that has seen no key yet stays finite."""
     m_new = tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s * L2E - (m_new * L2E)[:, None])
     alpha = tl.exp2((m - m_new) * L2E)
-    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+    return p, alpha, m_new, total * alpha + tl.sum(p, 1)
 
 
 @jit
@@ -120,7 +120,7 @@ def tiled_attention_kernel(
             q = tl.load(q_src + q_offset[:, None] + tl.arange(0, D)[None, :], mask=row_mask, other=0.0)
         acc = tl.zeros([BM, DV], tl.float32)
         m = tl.full([BM], -1e30, tl.float32)
-        l = tl.zeros([BM], tl.float32)
+        total = tl.zeros([BM], tl.float32)
         begin = 0
         if WINDOW > 0:
             begin = tl.maximum(first - WINDOW + 1, 0) // BN
@@ -141,13 +141,13 @@ def tiled_attention_kernel(
                 s = tl.where((pos[:, None] - cols[None, :]).to(tl.uint32) < WINDOW, s, float("-inf"))
             else:
                 s = tl.where(cols[None, :] <= pos[:, None], s, float("-inf"))
-            p, alpha, m, l = softmax_step(s, m, l)
+            p, alpha, m, total = softmax_step(s, m, total)
             if QUANTIZED:
                 p = p * tl.load(v_scale_ptr + scale_row)[None, :]
             v = v_desc.load([slot, kv_head * D + v_col])
             acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
         out = out_ptr + q_offset[:, None] + v_col + tl.arange(0, DV)[None, :]
-        tl.store(out, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=row_mask)
+        tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=row_mask)
 
 
 @dataclass(frozen=True, slots=True)
