@@ -19,14 +19,14 @@ LIMIT = {BF16: 4e-3, FP32: 2e-5}
 
 CASES = {
     # name: (kv lengths, positions of the query rows per sequence or None for all, heads, kv heads, head dim, window)
-    "whole prompts, odd lengths": ([1, 7, 37], None, 4, 1, 32, 0),
-    "window inside a block": ([40, 3], None, 4, 1, 32, 9),
-    "exactly one window": ([16, 17, 33], None, 4, 1, 32, 16),
+    "whole prompts, odd lengths": ([1, 7, 33], None, 4, 1, 32, 0),
+    "window inside a block": ([33, 3], None, 4, 1, 32, 9),
+    "exactly one window": ([16, 17], None, 4, 1, 32, 16),
     "a later chunk": ([45], [list(range(29, 45))], 8, 1, 32, 0),
     "subset of rows": ([50, 20], [[0, 3, 17, 31, 49], [5, 19]], 8, 1, 64, 20),
     "last rows": ([50, 16, 1], [[49], [15], [0]], 8, 1, 32, 16),
     "two K/V heads": ([34, 5], None, 4, 2, 32, 0),
-    "one query head per K/V head": ([20, 33], None, 2, 2, 32, 12),
+    "one query head per K/V head": ([20, 17], None, 2, 2, 32, 12),
     "sixteen heads per K/V head": ([19], None, 16, 1, 32, 0),
     "block boundary": ([16, 32], [[15], [15, 16, 31]], 4, 1, 32, 0),
     "a sequence without rows": ([20, 9, 12], [[19], [], [3, 11]], 4, 1, 32, 0),
@@ -53,6 +53,15 @@ def build(case, form, dtype, device, block_size=16, **fields):
     return q, pool, rows, table, window
 
 
+def build_for(kernel, case, form, dtype, device):
+    """In the interpreter the split kernel, a program per row and split, gets the first, a middle and the last row of each
+    sequence instead of all."""
+    kv_lens, positions, *rest = case
+    if kernel is split and device == "cpu" and positions is None:
+        positions = [sorted({0, n // 2, n - 1}) for n in kv_lens]
+    return build((kv_lens, positions, *rest), form, dtype, device)
+
+
 def expected(q, pool, rows, table, window):
     """The reference with fp32 queries: dequantized keys and values, no rounding of its own."""
     return attention.reference(q.float(), pool, rows, table, window)
@@ -76,14 +85,14 @@ KERNELS = pytest.mark.parametrize("kernel", [tiled, split])
 @KERNELS
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_reference_in_fp32(device, kernel, name):
-    args = build(CASES[name], "auto", FP32, device)
+    args = build_for(kernel, CASES[name], "auto", FP32, device)
     assert relative_error(kernel(*args), expected(*args)) < LIMIT[FP32]
 
 
 @KERNELS
 @pytest.mark.parametrize("name", ["window inside a block", "two K/V heads", "subset of rows"])
 def test_agrees_with_the_reference_in_bf16(device, kernel, name):
-    args = build(CASES[name], "auto", BF16, device)
+    args = build_for(kernel, CASES[name], "auto", BF16, device)
     assert relative_error(kernel(*args), expected(*args)) < LIMIT[BF16]
 
 
@@ -92,7 +101,7 @@ def test_agrees_with_the_reference_in_bf16(device, kernel, name):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_quantized_pools_are_dequantized_inside(device, kernel, form, dtype):
     """Against the reference on the same stored bytes, so the format's own error does not count."""
-    args = build(([33, 18], None, 4, 2, 32, 12), form, dtype, device)
+    args = build_for(kernel, ([33, 18], None, 4, 2, 32, 12), form, dtype, device)
     assert relative_error(kernel(*args), expected(*args)) < LIMIT[dtype]
 
 
@@ -109,11 +118,11 @@ def test_real_shapes_in_bf16(kernel, form, name):
 def test_a_rows_bits_do_not_depend_on_its_company(device, kernel):
     """Whole prompt, its second half as a later chunk, one row alone, other block numbers: the same bits."""
     dtype = FP32 if device == "cpu" else BF16
-    case = ([40, 23], None, 4, 1, 32, 12) if device == "cpu" else ([700, 130], None, 8, 1, 256, 512)
+    case = ([33, 18], None, 4, 1, 32, 12) if device == "cpu" else ([700, 130], None, 8, 1, 256, 512)
     q, pool, rows, table, window = build(case, "auto", dtype, device, block_size=16 if device == "cpu" else 64)
     whole = kernel(q, pool, rows, table, window)
     n = case[0][0]
-    for part in (list(range(n // 2 + 1, n)), [n - 1], [0, n // 2, n - 1]):
+    for part in (list(range(n // 2 + 1, n)), [n - 1], [0, n // 2, n - 1])[kernel is split and device == "cpu" :]:
         alone = query_rows([part], table)
         assert torch.equal(kernel(q[part].contiguous(), pool, alone, table, window), whole[part])
 
@@ -135,7 +144,7 @@ def test_one_split_gives_the_bits_of_the_tiled_kernel(device):
 
 def test_padding_rows_and_tiles_of_a_graph_bucket_do_no_harm(device):
     """Rows past the real ones have position 0 and the null block; empty tiles store nothing; the bound on keys may be loose."""
-    q, pool, rows, table, window = build(([33, 18], None, 4, 1, 32, 12), "auto", FP32, device)
+    q, pool, rows, table, window = build(([17, 9], None, 4, 1, 32, 12), "auto", FP32, device)
     n, bt = rows.num_rows, 4
     real = tile_array(rows.q_lens, rows.positions.cpu().numpy(), rows.seq_index.cpu().numpy(), bt)
     assert torch.equal(torch.from_numpy(real).to(device), QueryRows(**fields(rows, plan="tiled")).tile_list(bt))
@@ -143,7 +152,7 @@ def test_padding_rows_and_tiles_of_a_graph_bucket_do_no_harm(device):
     padded = tile_array(rows.q_lens, rows.positions.cpu().numpy(), rows.seq_index.cpu().numpy(), bt, pad_to=bucket)
     assert len(padded) == bucket > len(real)
     grown = QueryRows(**fields(
-        rows, plan="tiled", tiles={bt: torch.from_numpy(padded).to(device)}, kv_lens=(999, 999),
+        rows, plan="tiled", tiles={bt: torch.from_numpy(padded).to(device)}, kv_lens=(99, 99),
         positions=torch.nn.functional.pad(rows.positions, (0, 5)), seq_index=torch.nn.functional.pad(rows.seq_index, (0, 5)),
     ))  # fmt: skip
     q_grown = torch.cat([q, randn(5, 4, 32, device=device)])
@@ -168,7 +177,7 @@ def test_max_tiles_bounds_every_division():
 
 
 def test_unusable_shapes_are_refused_with_the_reason(device):
-    with pytest.raises(ValueError, match="block_size is 24: .* multiple of 16"):
+    with pytest.raises(ValueError, match=r"block_size is 24: .* multiple of 16"):
         attention.tile_config(32, 24, BF16, False)
     with pytest.raises(ValueError, match="6 query heads on 2 K/V heads"):
         attention.rows_per_tile(6, 2, attention.tile_config(32, 16, BF16, False))

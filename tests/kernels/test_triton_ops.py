@@ -17,8 +17,8 @@ from lastrow.models.gemma4 import Gemma4Model
 from lastrow.weights.dummy import dummy_weights
 
 TINY = Gemma4Config(
-    vocab_size=97, hidden_size=48, num_hidden_layers=5, intermediate_size=80, layer_types=(SLIDING, SLIDING, FULL, SLIDING, FULL),
-    num_attention_heads=4, num_key_value_heads=2, head_dim=32, global_head_dim=64, sliding_window=16, max_position_embeddings=128,
+    vocab_size=97, hidden_size=48, num_hidden_layers=4, intermediate_size=80, layer_types=(SLIDING, FULL, SLIDING, FULL),
+    num_attention_heads=4, num_key_value_heads=2, head_dim=32, global_head_dim=64, sliding_window=12, max_position_embeddings=128,
     num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=32, vocab_size_per_layer_input=97,
     final_logit_softcapping=30.0,
 )  # fmt: skip
@@ -63,8 +63,8 @@ def run(m, steps, ids, form, device, dtype, plans=("auto", "auto")):
     return torch.cat(out)
 
 
-WHOLE = [[(0, 0, 37, [36]), (1, 0, 21, [4, 19, 20])]]
-CHUNKED = [[(0, 0, 20, [])], [(1, 0, 18, [4]), (0, 20, 36, [])], [(0, 36, 37, [36]), (1, 18, 21, [19, 20])]]
+WHOLE = [[(0, 0, 18, [17]), (1, 0, 8, [2, 6, 7])]]
+CHUNKED = [[(0, 0, 10, [])], [(1, 0, 6, [2]), (0, 10, 17, [])], [(0, 17, 18, [17]), (1, 6, 8, [6, 7])]]
 
 
 def test_the_model_agrees_with_the_reference_backend(device):
@@ -72,12 +72,12 @@ def test_the_model_agrees_with_the_reference_backend(device):
     expected = run(model(ReferenceOps(), "cpu", torch.float32), WHOLE, ids, "auto", "cpu", torch.float32)
     ops = TritonOps(device=device, dtype=torch.float32)
     got = run(model(ops, device, torch.float32), WHOLE, ids, "auto", device, torch.float32).cpu()
-    # fp32 sums in another order through 5 layers; logits are of size 1
+    # fp32 sums in another order through 4 layers; logits are of size 1
     assert relative_error(got, expected) < 1e-4
     assert ops.counts["attention"] and ops.counts["attention_rows"] and ops.counts["qkv_epilogue"]
 
 
-@pytest.mark.parametrize("form", ["auto", "int8_per_token_head"])
+@pytest.mark.parametrize("form", ["int8_per_token_head"])
 def test_chunks_mixed_with_decodes_give_the_bits_of_whole_prompts(device, form):
     """With the plans of batch invariance. On the CPU torch's own matmul changes its sums with the row count, so there the
     comparison is close instead of equal."""

@@ -71,7 +71,7 @@ def split_attention_kernel(
         q_row = r.to(tl.int64) * HEADS + kv_head * G + h
         q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=(h < G)[:, None], other=0.0)
         m = tl.full([GP], -1e30, tl.float32)
-        l = tl.zeros([GP], tl.float32)
+        total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, D], tl.float32)
         for n0 in tl.range(tl.maximum(base, low // BN * BN), tl.minimum(base + CHUNK, n), BN, num_stages=STAGES):
             cols = n0 + tl.arange(0, BN)
@@ -81,17 +81,17 @@ def split_attention_kernel(
             s = tl.dot(q, k.T, input_precision=PRECISION)
             if QUANTIZED:
                 s = s * k_scale[None, :]
-            p, alpha, m, l = softmax_step(tl.where(ok[None, :], s, float("-inf")), m, l)
+            p, alpha, m, total = softmax_step(tl.where(ok[None, :], s, float("-inf")), m, total)
             if QUANTIZED:
                 p = p * v_scale[None, :]
             acc = tl.dot(p.to(dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         if splits == 1:
-            tl.store(out_ptr + q_row[:, None] * D + d[None, :], (acc / l[:, None]).to(dtype), mask=(h < G)[:, None])
+            tl.store(out_ptr + q_row[:, None] * D + d[None, :], (acc / total[:, None]).to(dtype), mask=(h < G)[:, None])
         else:
             part = (tl.program_id(0).to(tl.int64) * splits + c) * G + h
             tl.store(part_ptr + part[:, None] * D + d[None, :], acc, mask=(h < G)[:, None])
             tl.store(ml_ptr + part * 2, m, mask=h < G)
-            tl.store(ml_ptr + part * 2 + 1, l, mask=h < G)
+            tl.store(ml_ptr + part * 2 + 1, total, mask=h < G)
 
 
 @jit
@@ -107,7 +107,7 @@ def combine_splits_kernel(
     used = tl.cdiv(n, CHUNK) - first_key(n, WINDOW) // CHUNK
     d = tl.arange(0, D)
     m = -1e30
-    l = 0.0
+    total = 0.0
     acc = tl.zeros([D], tl.float32)
     for c in range(used):
         part = ((r * KV_HEADS + head // G) * splits + c) * G + head % G
@@ -116,9 +116,9 @@ def combine_splits_kernel(
         old = tl.exp2((m - m_new) * L2E)
         new = tl.exp2((m_c - m_new) * L2E)
         acc = acc * old + tl.load(part_ptr + part * D + d) * new
-        l = l * old + tl.load(ml_ptr + part * 2 + 1) * new
+        total = total * old + tl.load(ml_ptr + part * 2 + 1) * new
         m = m_new
-    tl.store(out_ptr + (r * HEADS + head) * D + d, (acc / l).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + (r * HEADS + head) * D + d, (acc / total).to(out_ptr.dtype.element_ty))
 
 
 def split_count(max_kv_len: int, window: int, chunk: int) -> int:

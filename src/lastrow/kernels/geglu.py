@@ -22,7 +22,7 @@ def reference_pack(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def reference(h: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """h [T, H], gate_up from `reference_pack` -> gelu_tanh(h @ gate.T) * (h @ up.T), [T, I]."""
     gate, up = F.linear(h, gate_up).chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def pack(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,7 @@ def logsumexp_kernel(
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     part = tl.program_id(1)
     m = tl.full([BM], -1e30, tl.float32)
-    l = tl.zeros([BM], tl.float32)
+    total = tl.zeros([BM], tl.float32)
     for n0 in tl.range(part * BN, V, PARTS * BN, flatten=True):
         n = n0 + tl.arange(0, BN)
         acc = tl.zeros([BM, BN], tl.float32)
@@ -118,9 +118,9 @@ def logsumexp_kernel(
             w = tl.load(table_ptr + n[:, None].to(tl.int64) * H + c[None, :], mask=(n < V)[:, None] & (c < H)[None, :], other=0.0)
             acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
         s = soft_cap(round_to(acc, dtype), cap, HAS_CAP)
-        _, _, m, l = softmax_step(tl.where((n < V)[None, :], s, float("-inf")), m, l)
+        _, _, m, total = softmax_step(tl.where((n < V)[None, :], s, float("-inf")), m, total)
     tl.store(part_ptr + (r * PARTS + part) * 2, m, mask=r < rows)
-    tl.store(part_ptr + (r * PARTS + part) * 2 + 1, l, mask=r < rows)
+    tl.store(part_ptr + (r * PARTS + part) * 2 + 1, total, mask=r < rows)
 
 
 @jit
@@ -128,9 +128,9 @@ def combine_logsumexp_kernel(part_ptr, out_ptr, PARTS: tl.constexpr):
     r = tl.program_id(0)
     i = tl.arange(0, PARTS)
     m = tl.load(part_ptr + (r * PARTS + i) * 2)
-    l = tl.load(part_ptr + (r * PARTS + i) * 2 + 1)
+    total = tl.load(part_ptr + (r * PARTS + i) * 2 + 1)
     top = tl.max(m, 0)
-    tl.store(out_ptr + r, top + tl.log2(tl.sum(l * tl.exp2((m - top) * L2E), 0)) / L2E)
+    tl.store(out_ptr + r, top + tl.log2(tl.sum(total * tl.exp2((m - top) * L2E), 0)) / L2E)
 
 
 def triton_logsumexp(h: torch.Tensor, table: torch.Tensor, cap: float | None, *, parts: int = 256) -> torch.Tensor:

@@ -57,13 +57,13 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 def store(kv: PagedKV, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write k, v [T, kv_heads, head_dim] at slots [T]; a negative slot is padding and writes nothing."""
-    if bool((slots < 0).any()):
+    if slots.numel() and int(slots.min()) < 0:
         keep = slots >= 0
         slots, k, v = slots[keep], k[keep], v[keep]
     slots = slots.long()
     for cache, scale, x in ((kv.k, kv.k_scale, k), (kv.v, kv.v_scale, v)):
         if scale is None:
-            cache.flatten(0, 1)[slots] = x.to(cache.dtype)
+            cache.flatten(0, 1).index_copy_(0, slots, x.to(cache.dtype))
         else:
             values, s = quantize(x, cache.dtype)
             cache.flatten(0, 1).view(torch.uint8)[slots] = values.view(torch.uint8)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lastrow.kernels._triton import cdiv, jit, next_power_of_2, round_to, tl
+from lastrow.kernels._triton import cdiv, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, round_to, tl
 from lastrow.kernels.add_norm import rms_norm
+from lastrow.kernels.split_linear import load_sum, pdl_launch, splits_of, use_pdl
 
 
 def lookup_scale(p: int, dtype: torch.dtype) -> float:
@@ -37,8 +38,8 @@ def reference(
 
 @jit
 def ple_inputs_kernel(
-    context_ptr, ids_ptr, table_ptr, weight_ptr, out_ptr, table_stride, first_column, layers, context_scale, table_scale, eps,
-    P: tl.constexpr, BLOCK: tl.constexpr, LAYERS: tl.constexpr,
+    context_ptr, ids_ptr, table_ptr, weight_ptr, out_ptr, table_stride, first_column, layers, plane, context_scale, table_scale, eps,
+    P: tl.constexpr, BLOCK: tl.constexpr, LAYERS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and LAYERS layers per program."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -47,9 +48,12 @@ def ple_inputs_kernel(
     c = tl.arange(0, BLOCK)
     mask = (i < layers)[:, None] & (c < P)[None, :]
     offset = i[:, None] * P + c[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.load(ids_ptr + t).to(tl.int64)
     looked_up = tl.load(table_ptr + row * table_stride + first_column + offset, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(context_ptr + t * layers * P + offset, mask=mask, other=0.0).to(tl.float32)
+    x = load_sum(context_ptr, t * layers * P + offset, mask, plane, SPLITS, dtype)
     x = round_to(x * context_scale, dtype)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / P + eps)
     weight = tl.load(weight_ptr + c, mask=c < P, other=0.0).to(tl.float32)
@@ -70,14 +74,15 @@ def triton(
     warps: int = 2,
 ) -> torch.Tensor:
     """`reference` in one pass. A table in host memory must be pinned (`table.pin_memory()`): the kernel then reads its rows
-    over the bus, also inside a CUDA graph."""
-    tokens, p = context.shape[0], norm_weight.shape[0]
-    n = context.shape[1] // p
-    out = torch.empty(tokens, n, p, device=context.device, dtype=context.dtype)
+    over the bus, also inside a CUDA graph. context may be partial sums, [splits, T, n*P] (split_linear.py)."""
+    (tokens, width), p, dtype = context.shape[-2:], norm_weight.shape[0], norm_weight.dtype
+    n = width // p
+    out = torch.empty(tokens, n, p, device=context.device, dtype=dtype)
     if tokens:
-        scale = lookup_scale(p, context.dtype)
+        scale, pdl = lookup_scale(p, dtype), use_pdl(context)
         ple_inputs_kernel[(tokens, cdiv(n, layers_per_program))](
-            context, ids, table, norm_weight, out, table.stride(0), first_layer * p, n, hidden_size**-0.5, scale, eps,
-            p, next_power_of_2(p), layers_per_program, num_warps=warps,
+            context, ids, table, norm_weight, out, table.stride(0), first_layer * p, n, tokens * width,
+            hidden_size**-0.5, scale, eps, p, next_power_of_2(p), layers_per_program, splits_of(context), pdl,
+            num_warps=warps, **pdl_launch(pdl),
         )  # fmt: skip
     return out

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from lastrow.kernels import kv_cache
-from lastrow.kernels._triton import jit, next_power_of_2, round_to, tl
+from lastrow.kernels._triton import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, round_to, tl
 from lastrow.kernels.add_norm import rms_norm
 from lastrow.kernels.kv_cache import PagedKV, store_heads
 from lastrow.kernels.rope import apply_rope
+from lastrow.kernels.split_linear import load_sum, pdl_launch, splits_of, use_pdl
 
 
 def reference(
@@ -43,11 +44,11 @@ def reference(
 
 
 @jit
-def load_heads(src, h, mask, D: tl.constexpr):
-    """Both halves of heads h [n], fp32, and 1 / rms."""
+def load_heads(src, h, mask, plane, D: tl.constexpr, SPLITS: tl.constexpr, dtype: tl.constexpr):
+    """Both halves of heads h [n], fp32, and their sum of squares; `load_sum` says what plane and SPLITS are."""
     j = tl.arange(0, D // 2)
-    a = tl.load(src + h[:, None] * D + j[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
-    b = tl.load(src + h[:, None] * D + D // 2 + j[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+    a = load_sum(src, h[:, None] * D + j[None, :], mask[:, None], plane, SPLITS, dtype)
+    b = load_sum(src, h[:, None] * D + D // 2 + j[None, :], mask[:, None], plane, SPLITS, dtype)
     return a, b, tl.sum(a * a, 1) + tl.sum(b * b, 1)
 
 
@@ -63,21 +64,24 @@ def norm_rope(a, b, rstd, weight_ptr, cos, sin, D: tl.constexpr, dtype: tl.const
 @jit
 def qkv_epilogue_kernel(
     qkv_ptr, qkv_stride, q_ptr, positions_ptr, slots_ptr, rope_ptr, q_weight_ptr, k_weight_ptr,
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, eps,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, plane, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    K_EQ_V: tl.constexpr, QUANT_MAX: tl.constexpr,
+    K_EQ_V: tl.constexpr, QUANT_MAX: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token per program: Q_HEADS query heads to q, KV_HEADS keys and values to the pool, each possibly none."""
-    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    dtype: tl.constexpr = rope_ptr.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, D // 2)
     position = tl.load(positions_ptr + t).to(tl.int64)
     cos = tl.load(rope_ptr + position * D + j).to(tl.float32)
     sin = tl.load(rope_ptr + position * D + D // 2 + j).to(tl.float32)
     src = qkv_ptr + t * qkv_stride
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     for h0 in tl.static_range(0, Q_HEADS, BLOCK_Q):
         h = h0 + tl.arange(0, BLOCK_Q)
-        a, b, squares = load_heads(src, h, h < Q_HEADS, D)
+        a, b, squares = load_heads(src, h, h < Q_HEADS, plane, D, SPLITS, dtype)
         a, b = norm_rope(a, b, 1.0 / tl.sqrt(squares / D + eps), q_weight_ptr, cos, sin, D, dtype)
         target = q_ptr + (t * Q_HEADS + h)[:, None] * D + j[None, :]
         tl.store(target, a.to(dtype), mask=(h < Q_HEADS)[:, None])
@@ -87,12 +91,12 @@ def qkv_epilogue_kernel(
         for h0 in tl.static_range(0, KV_HEADS, BLOCK_KV):
             h = h0 + tl.arange(0, BLOCK_KV)
             keep = (h < KV_HEADS) & (slot >= 0)
-            a, b, squares = load_heads(src + Q_HEADS * D, h, h < KV_HEADS, D)
+            a, b, squares = load_heads(src + Q_HEADS * D, h, h < KV_HEADS, plane, D, SPLITS, dtype)
             rstd = 1.0 / tl.sqrt(squares / D + eps)
             ka, kb = norm_rope(a, b, rstd, k_weight_ptr, cos, sin, D, dtype)
             store_heads(round_to(ka, dtype), round_to(kb, dtype), k_ptr, k_scale_ptr, slot, h, keep, KV_HEADS, D, QUANT_MAX)
             if not K_EQ_V:
-                a, b, squares = load_heads(src + (Q_HEADS + KV_HEADS) * D, h, h < KV_HEADS, D)
+                a, b, squares = load_heads(src + (Q_HEADS + KV_HEADS) * D, h, h < KV_HEADS, plane, D, SPLITS, dtype)
                 rstd = 1.0 / tl.sqrt(squares / D + eps)
             va = round_to(a * rstd[:, None], dtype)
             vb = round_to(b * rstd[:, None], dtype)
@@ -114,16 +118,18 @@ def triton(
     *,
     warps: int = 4,
 ) -> torch.Tensor | None:
-    """`reference` in one pass; the rotation is fp32 with one rounding at its end, and stored K/V are finite in every format."""
-    tokens = qkv.shape[0]
+    """`reference` in one pass; the rotation is fp32 with one rounding at its end, and stored K/V are finite in every format.
+    qkv may be partial sums, [splits, T, ..] (split_linear.py)."""
+    tokens, width = qkv.shape[-2:]
     stored = 0 if kv is None else kv_heads
-    q_heads = qkv.shape[1] // head_dim - stored * (1 if k_eq_v else 2)
-    q = None if q_weight is None else torch.empty(tokens, q_heads, head_dim, device=qkv.device, dtype=qkv.dtype)
+    q_heads = width // head_dim - stored * (1 if k_eq_v else 2)
+    q = None if q_weight is None else torch.empty(tokens, q_heads, head_dim, device=qkv.device, dtype=rope.dtype)
     if tokens:
+        pdl = use_pdl(qkv)
         k, v, k_scale, v_scale = (None,) * 4 if kv is None else (kv.k, kv.v, kv.k_scale, kv.v_scale)
         qkv_epilogue_kernel[(tokens,)](
-            qkv, qkv.stride(0), q, positions, slots, rope, q_weight, k_weight, k, v, k_scale, v_scale, eps,
+            qkv, qkv.stride(-2), q, positions, slots, rope, q_weight, k_weight, k, v, k_scale, v_scale, tokens * width, eps,
             q_heads, stored, head_dim, min(8, next_power_of_2(max(q_heads, 1))), min(8, next_power_of_2(max(stored, 1))),
-            k_eq_v, 0.0 if kv is None else kv.quant_max, num_warps=warps,
+            k_eq_v, 0.0 if kv is None else kv.quant_max, splits_of(qkv), pdl, num_warps=warps, **pdl_launch(pdl),
         )  # fmt: skip
     return q

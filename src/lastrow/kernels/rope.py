@@ -24,4 +24,9 @@ def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """x [T, heads, d], cos_sin [T, 2, d // 2]: element j turns with element j + d/2."""
     cos, sin = cos_sin[:, None, 0], cos_sin[:, None, 1]
     a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    if x.dtype is not torch.float32:  # every product rounds, as in transformers
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    out = x.view(*x.shape[:-1], 2, -1) * cos[:, :, None]
+    out[:, :, 0].addcmul_(b, sin, value=-1)
+    out[:, :, 1].addcmul_(a, sin)
+    return out.view(x.shape)

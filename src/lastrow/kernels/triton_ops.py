@@ -19,6 +19,7 @@ from lastrow.kernels import (
     ple_gate,
     ple_inputs,
     qkv_epilogue,
+    split_linear,
 )
 from lastrow.kernels._triton import HAS_TRITON, INTERPRETED
 from lastrow.kernels.kv_cache import PagedKV
@@ -59,6 +60,17 @@ class TritonOps:
         self.counts["linear"] += 1
         return F.linear(x, weight)
 
+    def deferred_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`linear` for another operation of this class to read: for few rows partial sums [splits, M, N] fp32 (split_linear.py),
+        which add_norm, qkv_epilogue, ple_inputs and ple_gate add up on their way in."""
+        if not self._splits(x):
+            return self.linear(x, weight)
+        self.counts["split_linear"] += 1
+        return split_linear.triton(x, weight)
+
+    def _splits(self, x: torch.Tensor) -> bool:
+        return not self.batch_invariant and x.shape[0] <= split_linear.MAX_ROWS and x.dtype is torch.bfloat16
+
     def qkv_epilogue(self, *args, **kwargs):
         self.counts["qkv_epilogue"] += 1
         return qkv_epilogue.triton(*args, **kwargs)
@@ -82,6 +94,8 @@ class TritonOps:
 
     def geglu(self, h, gate_up):
         self.counts["geglu"] += 1
+        if self._splits(h):
+            return split_linear.triton(h, gate_up, geglu=True)
         return geglu.triton(h, gate_up, self.linear)
 
     def ple_gate(self, gate, ple, index):
