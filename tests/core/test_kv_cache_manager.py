@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from core.scheduler_harness import Harness
@@ -124,6 +126,33 @@ def test_a_hit_needs_every_block_of_the_full_group() -> None:
     pool = harness.manager.pools[FULL_GROUP]
     pool._forget(pool.lookup(request.block_hashes[2]))  # type: ignore[arg-type]
     assert harness.manager.match_prefix(request).num_tokens == 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_hit_is_the_longest_prefix_by_brute_force(seed: int) -> None:
+    """Any blocks of either group may be gone; position by position, a prefix of n blocks is usable if what it needs is there."""
+    rng = random.Random(seed)
+    for _ in range(40):
+        size, window, length = rng.choice([1, 2, 3, 4]), rng.randint(1, 13), rng.randint(2, 40)
+        harness = make(size, window, full=1 + length, sliding=1 + length)
+        prompt = [rng.randrange(3) for _ in range(length)]
+        computed(harness, prompt)
+        manager, request = harness.manager, harness.request(prompt)
+        manager.match_prefix(request)
+        present: list[set[int]] = [set(), set()]
+        for group in (0, 1):
+            for i, block_hash in enumerate(request.block_hashes):
+                block = manager.pools[group].lookup(block_hash)
+                if block is not None and rng.random() < 0.15 * (1 + group):
+                    manager.pools[group]._forget(block)
+                elif block is not None:
+                    present[group].add(i)
+        longest = 0
+        for n in range(1, (length - 1) // size + 1):
+            full = all(p // size in present[0] for p in range(n * size))
+            sliding = all(p // size in present[1] for p in range(max(0, n * size - window + 1), n * size))
+            longest = n * size if full and sliding else longest
+        assert manager.match_prefix(request).num_tokens == longest
 
 
 @pytest.mark.parametrize(("rows", "cached"), [((), 12), ((12,), 12), ((11,), 8), ((8, 12), 8), ((0,), 0), ((7,), 4)])

@@ -140,8 +140,8 @@ class KVCacheManager:
             if None not in found:
                 sliding = [NULL_BLOCK] * first + [block for block in found if block is not None]
                 break
-            # Every shorter prefix that still contains the missing block has it in its window, too.
-            count = first + max(i for i, block in enumerate(found) if block is None)
+            # The window of every shorter prefix that still reaches past the first missing block contains that block, too.
+            count = first + found.index(None)
         return PrefixHit(count * size, (full[:count], sliding)) if count else NO_HIT
 
     def reset_prefix_cache(self) -> None:
