@@ -89,7 +89,7 @@ class Gemma4Model:
         if not self.config.has_ple or first == end:
             return None
         w, p = self.weights, self.config.hidden_size_per_layer_input
-        context = self.ops.linear(embedded, w.ple_model_projection[first * p : end * p])
+        context = self.ops.deferred_linear(embedded, w.ple_model_projection[first * p : end * p])
         return self.ops.ple_inputs(
             context, ids, w.ple_table, w.ple_projection_norm, first, self.config.hidden_size, self.config.rms_norm_eps
         )
@@ -100,7 +100,7 @@ class Gemma4Model:
         """q of layer i, [T, heads, d]; its K and V go to the pool."""
         c, w = self.config, self.weights.layers[i]
         return self.ops.qkv_epilogue(
-            self.ops.linear(h, w.qkv), positions, self.rope[c.is_full(i)], w.q_norm, c.layer_head_dim(i), c.rms_norm_eps,
+            self.ops.deferred_linear(h, w.qkv), positions, self.rope[c.is_full(i)], w.q_norm, c.layer_head_dim(i), c.rms_norm_eps,
             k_weight=w.k_norm, kv=pool.writer(i), slots=slots[self.group(i)], kv_heads=c.layer_kv_heads(i), k_eq_v=c.layer_k_eq_v(i),
         )  # fmt: skip
 
@@ -108,16 +108,15 @@ class Gemma4Model:
         """q alone, [R, heads, d]: the cut layer's K/V is already written, a sharing layer has none."""
         c, w = self.config, self.weights.layers[i]
         query_rows = c.num_attention_heads * c.layer_head_dim(i)
-        return self.ops.qkv_epilogue(
-            self.ops.linear(h, w.qkv[:query_rows]), positions, self.rope[c.is_full(i)], w.q_norm, c.layer_head_dim(i), c.rms_norm_eps
-        )
+        q = self.ops.deferred_linear(h, w.qkv[:query_rows])
+        return self.ops.qkv_epilogue(q, positions, self.rope[c.is_full(i)], w.q_norm, c.layer_head_dim(i), c.rms_norm_eps)
 
     def write_kv(self, i: int, h: torch.Tensor, batch: ForwardBatch, pool: KVPool) -> None:
         """K and V of owner i for every row, no query."""
         c, w = self.config, self.weights.layers[i]
         query_rows = c.num_attention_heads * c.layer_head_dim(i)
         self.ops.qkv_epilogue(
-            self.ops.linear(h, w.qkv[query_rows:]), batch.rows.positions, self.rope[c.is_full(i)], None, c.layer_head_dim(i),
+            self.ops.deferred_linear(h, w.qkv[query_rows:]), batch.rows.positions, self.rope[c.is_full(i)], None, c.layer_head_dim(i),
             c.rms_norm_eps, k_weight=w.k_norm, kv=pool.writer(i), slots=batch.slots[self.group(i)],
             kv_heads=c.layer_kv_heads(i), k_eq_v=c.layer_k_eq_v(i),
         )  # fmt: skip
@@ -131,15 +130,14 @@ class Gemma4Model:
         c, w, ops, eps = self.config, self.weights.layers[i], self.ops, self.config.rms_norm_eps
         after = self.weights.layers[i + 1].input_norm if i + 1 < c.num_hidden_layers else self.weights.norm
         o = ops.attention(q, pool.reader(i), rows, rows.block_tables[self.group(i)], c.layer_window(i))
-        x, h = ops.add_norm(ops.linear(o.flatten(1), w.o), x, w.post_attention_norm, w.pre_feedforward_norm, None, eps)
-        mlp = ops.linear(ops.geglu(h, w.gate_up), w.down)
-        if w.moe is not None:
-            mlp = self.mix_experts(w.moe, mlp, x)
+        x, h = ops.add_norm(ops.deferred_linear(o.flatten(1), w.o), x, w.post_attention_norm, w.pre_feedforward_norm, None, eps)
+        act = ops.geglu(h, w.gate_up)
+        mlp = ops.deferred_linear(act, w.down) if w.moe is None else self.mix_experts(w.moe, ops.linear(act, w.down), x)
         if w.ple_gate is None:
             return ops.add_norm(mlp, x, w.post_feedforward_norm, after, w.scalar, eps)
         x, _ = ops.add_norm(mlp, x, w.post_feedforward_norm, None, None, eps)
-        gated = ops.ple_gate(ops.linear(x, w.ple_gate), ple, ple_index)
-        return ops.add_norm(ops.linear(gated, w.ple_projection), x, w.post_ple_norm, after, w.scalar, eps)
+        gated = ops.ple_gate(ops.deferred_linear(x, w.ple_gate), ple, ple_index)
+        return ops.add_norm(ops.deferred_linear(gated, w.ple_projection), x, w.post_ple_norm, after, w.scalar, eps)
 
     def mix_experts(self, moe: MoEWeights, dense: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """26B-A4B: the dense branch plus the top-k experts, routed by the residual before the MLP (spec section 2.9)."""
