@@ -63,10 +63,15 @@ def activation_bytes(config: Gemma4Config, dtype: str, num_tokens: int, num_seqs
 
 
 def forecast(engine: EngineConfig, config: Gemma4Config, dtype: str, device: torch.device, max_model_len: int) -> MemoryForecast:
-    """The memory plan. Raises ConfigError, naming the flags to change, when no request of two blocks would fit."""
+    """The memory plan of options with their device defaults filled in.
+
+    Raises ConfigError, naming the flags to change, when no request of two blocks would fit."""
+    step_tokens, block_size = engine.max_num_batched_tokens, engine.block_size
+    if step_tokens is None or block_size is None:
+        raise ValueError("max_num_batched_tokens or block_size is None: fill in the device's defaults first (build.with_device_defaults)")
     layout = KVLayout.of(config, engine.kv_cache_dtype, dtype)
     weights = weight_bytes(config, dtype)
-    activations = activation_bytes(config, dtype, engine.max_num_batched_tokens, engine.max_num_seqs)
+    activations = activation_bytes(config, dtype, step_tokens, engine.max_num_seqs)
     if engine.kv_cache_memory_bytes is not None:
         kv, flag = engine.kv_cache_memory_bytes, f"kv_cache_memory_bytes is {engine.kv_cache_memory_bytes:,}"
     elif device.type == "cuda":
@@ -79,22 +84,22 @@ def forecast(engine: EngineConfig, config: Gemma4Config, dtype: str, device: tor
                 "gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs"
             )
     else:
-        kv = cpu_kv_bytes(layout, engine, max_model_len)
+        kv = cpu_kv_bytes(layout, engine.max_num_seqs, step_tokens, block_size, max_model_len)
         flag = f"{_gib(kv)} is the default on a CPU"
     try:
-        budget = divide_budget(layout, kv, engine.block_size, engine.max_num_seqs, engine.max_num_batched_tokens)
+        budget = divide_budget(layout, kv, block_size, engine.max_num_seqs, step_tokens)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
     return MemoryForecast(weights, activations, kv, layout, budget)
 
 
-def cpu_kv_bytes(layout: KVLayout, engine: EngineConfig, max_model_len: int) -> int:
+def cpu_kv_bytes(layout: KVLayout, max_num_seqs: int, step_tokens: int, block_size: int, max_model_len: int) -> int:
     """Room for one request of max_model_len and max_num_seqs of one window, at most 2 GiB and a quarter of the RAM.
 
     Pages that no request touches cost nothing: the pool is zero memory of the operating system."""
-    window = layout.sliding_window + engine.block_size
-    tokens = max_model_len + engine.max_num_seqs * window
-    sliding = engine.max_num_seqs * window + engine.max_num_batched_tokens
+    window = layout.sliding_window + block_size
+    tokens = max_model_len + max_num_seqs * window
+    sliding = max_num_seqs * window + step_tokens
     wanted = layout.full_bytes_per_token * tokens + layout.sliding_bytes_per_token * sliding
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 * CPU_KV_BYTES
     return min(wanted, CPU_KV_BYTES, int(ram * CPU_RAM_SHARE))

@@ -1,0 +1,199 @@
+"""LLMEngine: what is refused on arrival, aborts, streaming with stop strings, drafts, the watchdog, slots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine import sampling_oracle as oracle
+from engine.stub_engine import TEXTS, VOCAB, check_idle, stub_engine, stub_logits
+from lastrow.core.output import SchedulerOutput
+from lastrow.core.sampling_params import SamplingParams
+from lastrow.engine.engine import EngineStuck
+from lastrow.engine.output_processor import find_stop, held_back
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([3, VOCAB], {}, rf"the prompt holds \[{VOCAB}\]: token ids from 0 to {VOCAB - 1} are needed"),
+        ([3, -1], {}, r"the prompt holds \[-1\]"),
+        ([[3, 4]], {}, "flat list of integers"),
+        (["a"], {}, "flat list of integers"),
+        ([3], {"logprob_token_ids": [99]}, r"logprob_token_ids holds \[99\]"),
+        ([3], {"allowed_token_ids": [1, 40]}, r"allowed_token_ids holds \[40\]"),
+        ([3], {"logit_bias": {77: 1.0}}, r"logit_bias holds \[77\]"),
+        ([3], {"stop_token_ids": [-5]}, r"stop_token_ids holds \[-5\]"),
+        ([3] * 64, {}, "the prompt has 64 tokens, max_model_len=64"),
+        ([3] * 30, {"max_tokens": 30}, "need 15 blocks of the full group, the whole pool has 13"),
+        ([3], {"max_tokens": 0, "prompt_logprobs": 1, "n": 2}, "n is 2 with max_tokens=0"),
+        ([3], {"max_tokens": 0, "prompt_logprobs": 1, "logprob_token_ids": [1]}, "ask in two requests"),
+    ],
+)
+def test_what_can_never_be_answered_is_refused_on_arrival(prompt: list, options: dict, message: str) -> None:
+    engine = stub_engine(full_blocks=14)
+    with pytest.raises(ValueError, match=message) as error:
+        engine.add_request("r", prompt, SamplingParams(**options))
+    assert "\n" not in str(error.value) and "r" in str(error.value)
+    check_idle(engine)
+
+
+def test_text_parameters_need_a_tokenizer() -> None:
+    engine = stub_engine(tokenizer=False)
+    for options in ({"stop": "x"}, {"bad_words": ["x"]}, {"structured_outputs": {"regex": "a"}}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} needs a tokenizer"):
+            engine.add_request("r", [3], SamplingParams(**options))
+    engine.add_request("r", [3], GREEDY)
+    with pytest.raises(ValueError, match="not finished yet"):
+        engine.add_request("r", [3], GREEDY)
+
+
+def test_max_tokens_is_clipped_to_the_window() -> None:
+    engine = stub_engine()
+    engine.add_request("r", [3] * 60, replace(GREEDY, max_tokens=None))
+    (output,) = run(engine)
+    assert len(output.outputs[0].token_ids) == 4 and output.outputs[0].finish_reason == "length"
+
+
+def run(engine) -> list:
+    outputs = []
+    while engine.has_unfinished_requests:
+        outputs += engine.step()
+    return outputs
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_abort_at_any_moment_gives_everything_back(async_scheduling: bool) -> None:
+    for moment in range(14):
+        engine = stub_engine(async_scheduling=async_scheduling, max_num_batched_tokens=7)
+        engine.add_request("a", list(range(3, 23)), GREEDY)
+        engine.add_request("n", list(range(5, 20)), replace(GREEDY, n=3))
+        engine.add_request("b", list(range(9, 15)), GREEDY)
+        for _ in range(moment):
+            engine.step()
+        last = engine.abort(["a", "n", "unknown"])
+        for output in last:
+            assert output.finished and all(c.finish_reason is not None for c in output.outputs)
+        rest = run(engine)
+        assert not {"a", "n"} & {output.request_id for output in rest}
+        check_idle(engine)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stream_never_takes_text_back(async_scheduling: bool, include: bool) -> None:
+    """Stop strings that end inside a token, begin in an earlier one, or almost come: what is shown only grows, and the end equals
+    the text of the whole output up to the earliest stop string."""
+    seen_stops = 0
+    for seed in range(12):
+        plain = SamplingParams(temperature=1.3, seed=seed, max_tokens=30, ignore_eos=True, skip_special_tokens=False)
+        prompt = [seed + 3]
+        ids: list[int] = []
+        while len(ids) < 30:
+            ids.append(oracle.next_token(stub_logits(prompt + ids), plain, prompt, ids, ()))
+        text = "".join(TEXTS[i] for i in ids)
+        stops = [text[11:14], text[5:7] + "?", "zzz"] if seed % 3 else ["zzz"]
+        params = replace(plain, stop=stops, include_stop_str_in_output=include)
+        place = min((at for s in stops if (at := text.find(s)) >= 0), default=None)
+        stop = None if place is None else next(s for s in stops if text.startswith(s, place))
+        expected = text if stop is None else text[: place + (len(stop) if include else 0)]
+
+        engine = stub_engine(async_scheduling=async_scheduling)
+        engine.add_request("s", prompt, params, stream=True)
+        engine.add_request("w", prompt, params)
+        shown, final = [""], {}
+        for output in run(engine):
+            if output.request_id == "s":
+                assert output.outputs[0].text.startswith(shown[-1])
+                shown.append(output.outputs[0].text)
+            if output.finished:
+                final[output.request_id] = output.outputs[0]
+        for completion in final.values():
+            assert completion.text == expected
+            assert completion.finish_reason == ("length" if stop is None else "stop") and completion.stop_reason == stop
+        assert len(shown) > 2 and shown[-1] == expected
+        seen_stops += stop is not None
+        check_idle(engine)
+    assert seen_stops >= 6
+
+
+def test_find_stop_and_held_back() -> None:
+    assert find_stop("abcabc", 3, ["ca", "bc"]) == (2, "ca")  # earliest place that reaches into the new text
+    assert find_stop("abc", 3, ["abc"]) is None
+    assert held_back("xxab", ["abc", "zz"]) == 2
+    assert held_back("xxabc", ["abd"]) == 0
+    assert held_back("aaa", ["aaaa"]) == 3
+
+
+def test_metrics_and_rows_are_counted() -> None:
+    engine = stub_engine(max_num_batched_tokens=8)
+    engine.add_request("r", list(range(3, 23)), GREEDY)
+    (output,) = run(engine)
+    # 20 prompt tokens in chunks of 8, 8, 4: one wanted row; then 7 decodes
+    assert (output.metrics.rows_given, output.metrics.rows_computed) == (27, 8)
+    assert (engine.runner.stats.rows_given, engine.runner.stats.rows_computed, engine.runner.stats.steps) == (27, 8, 10)
+    assert 0 <= output.metrics.time_in_queue <= output.metrics.time_to_first_token
+    assert output.num_cached_tokens == 0
+    engine.add_request("again", list(range(3, 23)), GREEDY)
+    (again,) = run(engine)
+    assert again.num_cached_tokens == 16 and again.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_drafts_change_nothing_but_the_number_of_steps() -> None:
+    """Random sampling included: a draft stands when it is what the target samples at its place."""
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=20, ignore_eos=True, logprobs=1)
+    prompt = list(range(3, 12))
+    ids: list[int] = []
+    while len(ids) < 20:
+        ids.append(oracle.next_token(stub_logits(prompt + ids), params, prompt, ids, ()))
+    engine = stub_engine(max_num_batched_tokens=32)
+    engine.add_request("d", prompt, params)
+    engine.add_request("e", prompt[1:], GREEDY)
+    steps, done = 0, {}
+    while engine.has_unfinished_requests:
+        for request in engine.scheduler.running:
+            if request.request_id == "d" and request.output_token_ids:
+                known = len(request.output_token_ids)
+                request.draft_token_ids = [*ids[known : known + 2], (ids + [0] * 4)[known + 2] ^ 1]
+        done |= {output.request_id: output.outputs[0] for output in engine.step()}
+        steps += 1
+    assert done["d"].token_ids == ids
+    assert [next(iter(entry)) for entry in done["d"].logprobs] == ids
+    assert steps == 8  # 1 + ceil(19 / 3)
+    alone = stub_engine()
+    alone.add_request("e", prompt[1:], GREEDY)
+    assert run(alone)[0].outputs[0].token_ids == done["e"].token_ids
+    check_idle(engine)
+
+
+def test_the_watchdog_names_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = stub_engine()
+    engine.add_request("poor", [3, 4], GREEDY)
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda: SchedulerOutput([]))
+    with pytest.raises(EngineStuck, match=r"request poor \(waiting, 0 of 2 tokens"):
+        for _ in range(5):
+            engine.step()
+
+
+def test_a_seedless_request_repeats_with_the_engine_seed_and_its_number() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+
+    def tokens() -> list[list[int]]:
+        engine = stub_engine()
+        for i in range(3):
+            engine.add_request(str(i), [3], params)
+        return [output.outputs[0].token_ids for output in sorted(run(engine), key=lambda o: o.request_id)]
+
+    first = tokens()
+    assert first == tokens() and len({tuple(t) for t in first}) == 3
+
+
+def test_prompt_lists_of_numpy_integers_are_token_ids() -> None:
+    engine = stub_engine()
+    engine.add_request("r", np.array([3, 4, 5]), GREEDY)
+    assert len(run(engine)[0].outputs[0].token_ids) == 8

@@ -1,0 +1,205 @@
+"""LLM on the bundled checkpoint, against transformers' held-out outputs and against the model without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from lastrow.core.sampling_params import SamplingParams
+from lastrow.engine.llm import LLM
+from lastrow.harness.direct import DirectRunner
+from lastrow.models.config import ConfigError
+from lastrow.tokenizer import TokenizerError
+
+SMALL = {"max_num_seqs": 16, "max_num_batched_tokens": 192}  # prompts of up to 900 tokens then take several chunks
+# fp32: chunking and batching change the order of sums; measured 2e-5 at most on these prompts
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small lose time to a second thread
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny-e", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def by_task(heldout: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for row in heldout:
+        tasks.setdefault(row["task"], []).append(row)
+    return tasks
+
+
+def greedy(row: dict[str, Any], **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=len(row["output_ids"]), **options)
+
+
+def test_greedy_tokens_equal_the_reference_batched_and_chunked(llm: LLM, by_task: dict[str, list[dict[str, Any]]]) -> None:
+    rows = [row for rows in by_task.values() for row in rows[5:8]]
+    outputs = llm.generate([{"prompt_token_ids": row["prompt_ids"]} for row in rows], [greedy(row) for row in rows], use_tqdm=False)
+    assert len(by_task) == 12 and len(rows) == 36
+    wrong = [(r["task"], r["id"]) for r, o in zip(rows, outputs, strict=True) if o.outputs[0].token_ids != r["output_ids"]]
+    assert not wrong
+    for row, output in zip(rows, outputs, strict=True):
+        assert output.outputs[0].finish_reason == ("stop" if row["output_ids"][-1] in (1, 106, 50) else "length")
+        assert output.outputs[0].text == llm.get_tokenizer().decode(row["output_ids"])
+
+
+def test_a_pool_too_small_for_all_preempts_and_changes_nothing(by_task: dict[str, list[dict[str, Any]]]) -> None:
+    rows = [*by_task["prose"][:4], *by_task["recite"][:4]]
+    # a block of 16 tokens takes 8 KiB in the full group and 16 KiB in the sliding one: 39 of each, and the eight need about 80
+    small = LLM("tiny-e", **SMALL, kv_cache_memory_bytes=1_000_000, enable_prefix_caching=False)
+    outputs = small.generate([row["prompt_ids"] for row in rows], [greedy(row) for row in rows], use_tqdm=False)
+    assert small.engine.scheduler.counters.preemptions > 0
+    assert [output.outputs[0].token_ids for output in outputs] == [row["output_ids"] for row in rows]
+    for pool in small.engine.scheduler.kv.pools:
+        assert pool.num_free_blocks == pool.num_usable_blocks
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_with_a_step_in_flight(
+    llm: LLM, by_task: dict[str, list[dict[str, Any]]]
+) -> None:
+    rows = [*by_task["prose"][:3], *by_task["chat"][:3]]
+    params = [SamplingParams(temperature=1.0, top_k=64, top_p=0.95, seed=i, max_tokens=24) for i in range(6)]
+    prompts = [row["prompt_ids"] for row in rows]
+    together = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    llm.engine.depth = 1
+    try:
+        backwards = [o.outputs[0].token_ids for o in llm.generate(prompts[::-1], params[::-1], use_tqdm=False)][::-1]
+    finally:
+        llm.engine.depth = 0
+    alone = [llm.generate(p, q, use_tqdm=False)[0].outputs[0].token_ids for p, q in zip(prompts, params, strict=True)]
+    assert together == alone == backwards
+    other = llm.generate(prompts[0], replace(params[0], seed=99), use_tqdm=False)[0].outputs[0].token_ids
+    assert other != together[0]
+
+
+def test_prompt_logprobs_are_those_of_all_rows_chunked_and_behind_a_prefix_hit(llm: LLM, by_task: dict[str, list[dict[str, Any]]]) -> None:
+    row = by_task["retrieval"][0]
+    ids = row["prompt_ids"]
+    assert len(ids) > SMALL["max_num_batched_tokens"]
+    logits = DirectRunner(llm.engine.runner.model, len(ids)).all_logits(ids)
+    expected = torch.log_softmax(logits.double(), -1)
+    llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)  # fills the prefix cache
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3, logprobs=2)
+    for p in (params, replace(params, max_tokens=0)):
+        output = llm.generate({"prompt_token_ids": ids}, p, use_tqdm=False)[0]
+        assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(ids)
+        for at in range(1, len(ids)):
+            entry = output.prompt_logprobs[at]
+            assert entry[ids[at]].logprob == pytest.approx(float(expected[at - 1, ids[at]]), abs=TOLERANCE)
+            best = expected[at - 1].topk(3)
+            got = sorted((lp.logprob for lp in entry.values() if lp.rank <= 3), reverse=True)
+            assert got == pytest.approx(best.values.tolist(), abs=TOLERANCE)
+            assert entry[ids[at]].decoded_token == llm.get_tokenizer().token_text(ids[at])
+        assert len(output.outputs[0].token_ids) == p.max_tokens
+    hit = llm.generate({"prompt_token_ids": ids}, replace(params, prompt_logprobs=None), use_tqdm=False)[0]
+    assert hit.num_cached_tokens > 0
+    token = hit.outputs[0].token_ids[0]
+    assert hit.outputs[0].logprobs[0][token].logprob == pytest.approx(float(expected[-1, token]), abs=TOLERANCE)
+    assert hit.outputs[0].logprobs[0][token].rank == 1
+
+
+def test_stop_strings_cross_token_borders_alike_streamed_and_not(llm: LLM, by_task: dict[str, list[dict[str, Any]]]) -> None:
+    row = by_task["chat"][0]  # "Guyana is in South America."
+    for stop, include, expected in (
+        (["n South Am"], False, "Guyana is i"),
+        (["n South Am"], True, "Guyana is in South Am"),
+        (["uyan", "ana"], False, "G"),
+        (["South America!"], False, "Guyana is in South America."),
+    ):
+        params = greedy(row, stop=stop, include_stop_str_in_output=include)
+        whole = llm.generate(row["prompt_ids"], params, use_tqdm=False)[0].outputs[0]
+        texts = [out.outputs[0].text for out in llm.stream(row["prompt_ids"], params)]
+        assert whole.text == texts[-1] == expected
+        assert all(b.startswith(a) for a, b in pairwise(texts))
+        assert whole.stop_reason == (None if "!" in stop[0] else stop[0]) and whole.finish_reason == "stop"
+
+
+def test_chat_renders_answers_and_streams(llm: LLM, by_task: dict[str, list[dict[str, Any]]]) -> None:
+    rows = [row for task in ("chat", "tool_call", "think") for row in by_task[task][:2]]
+    params = SamplingParams(temperature=0, max_tokens=200)
+    for row in rows:
+        c = row["conversation"]
+        kwargs = {"enable_thinking": c["thinking"]}
+        output = llm.chat(c["messages"], params, use_tqdm=False, tools=c["tools"], chat_template_kwargs=kwargs)[0]
+        assert output.prompt_token_ids == row["prompt_ids"] and output.outputs[0].token_ids == row["output_ids"]
+        last = list(llm.stream(c["messages"], params, tools=c["tools"], chat_template_kwargs=kwargs))[-1]
+        assert last.finished and last.outputs[0].text == output.outputs[0].text
+    both = llm.chat([row["conversation"]["messages"] for row in by_task["chat"][:2]], params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in both] == [row["output_ids"] for row in by_task["chat"][:2]]
+
+
+def test_closing_a_stream_aborts_its_request(llm: LLM, by_task: dict[str, list[dict[str, Any]]]) -> None:
+    stream = llm.stream(by_task["prose"][0]["prompt_ids"], SamplingParams(temperature=0, max_tokens=48))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_unfinished_requests
+    assert all(pool.usage == 0 for pool in llm.engine.scheduler.kv.pools)
+
+
+def test_text_prompts_get_one_bos_and_the_defaults_of_the_checkpoint(llm: LLM) -> None:
+    defaults = llm.get_default_sampling_params()
+    assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.max_tokens) == (1.0, 64, 0.95, 16)
+    outputs = llm.generate(["In the beginning", "<bos>In the beginning", {"prompt": "In the beginning"}], use_tqdm=False)
+    assert len({tuple(o.prompt_token_ids) for o in outputs}) == 1 and outputs[0].prompt_token_ids.count(2) == 1
+    assert outputs[0].prompt == "In the beginning" and all(len(o.outputs[0].token_ids) <= 16 for o in outputs)
+    assert {1, 50, 106} <= llm.engine.stop_token_ids
+
+
+def test_structured_outputs_hold_their_grammar(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=8, structured_outputs={"choice": ["blue whale", "red fox"]})
+    outputs = llm.generate(["In the beginning", "And he said"], params, use_tqdm=False)
+    assert all(o.outputs[0].text in ("blue whale", "red fox") for o in outputs)
+    assert not llm.engine.runner.grammars
+
+
+def test_a_failed_call_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        llm.generate([[3, 4], {"prompt_token_ids": []}], SamplingParams(max_tokens=2), use_tqdm=False)
+    with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
+        llm.generate([[3], [4]], [SamplingParams()], use_tqdm=False)
+    with pytest.raises(ValueError, match="'prompt_token_ids' or 'prompt' is needed"):
+        llm.generate({"text": "x"}, use_tqdm=False)
+    with pytest.raises(TokenizerError):
+        llm.chat([], use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests
+
+
+def test_a_named_shape_takes_token_ids_only() -> None:
+    dummy = LLM(load_format="dummy", shape="e2b-eighth", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64)
+    output = dummy.generate(
+        {"prompt_token_ids": [2, 5, 7, 9] * 20}, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False
+    )
+    assert len(output[0].outputs[0].token_ids) == 3
+    with pytest.raises(ConfigError, match="no tokenizer: give prompt_token_ids"):
+        dummy.generate("text", use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_modell_len": 5}, "max_modell_len"),
+        ({"max_model_len": 5000}, "max_model_len is 5000: the model was made for 4096 positions"),
+        ({"device": "cuda"}, "device is 'cuda': torch sees no GPU"),
+        ({"kv_cache_memory_bytes": 1000}, "kv_cache_memory_bytes is 1,000"),
+    ],
+)
+def test_bad_options_name_the_flag(options: dict[str, Any], message: str) -> None:
+    if options.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    with pytest.raises(ConfigError, match=message):
+        LLM("tiny-e", **options)
