@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 
-from lastrow.kernels import add_norm, attention, centroid_head, embedding, geglu, head, ple_gate, ple_inputs, qkv_epilogue
+from lastrow.kernels import add_norm, attention, centroid_head, decode_attention, embedding, geglu, head, ple_gate, ple_inputs, qkv_epilogue
 
 
 class ReferenceOps:
@@ -43,6 +43,10 @@ class ReferenceOps:
     def attention(self, q, kv, rows, block_table, window):
         self.counts["attention"] += 1
         return attention.reference(q, kv, rows, block_table, window)
+
+    def decode_attention(self, *args, **kwargs):
+        self.counts["decode_attention"] += 1
+        return decode_attention.reference(*args, **kwargs)
 
     def add_norm(self, h, x, post_weight, pre_weight, scalar, eps):
         self.counts["add_norm"] += 1

@@ -12,6 +12,7 @@ from lastrow.kernels import (
     attention,
     attention_rows,
     centroid_head,
+    decode_attention,
     embedding,
     geglu,
     head,
@@ -29,6 +30,8 @@ VENDOR_K = 2048
 """Longest sum that the vendor's matmuls were never seen to split (65 row counts of all E2B shapes, torch 2.11, H200)."""
 VENDOR_ROWS = 1000
 """Rows from which they were never seen to split any sum."""
+MAX_DECODE_ROWS = 64
+MAX_KV_HEADS = 64
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -43,6 +46,7 @@ class TritonOps:
         check_device(torch.device(device), dtype)
         self.batch_invariant = batch_invariant
         self.counts: Counter[str] = Counter()
+        self._counters: dict[torch.device, torch.Tensor] = {}
 
     def embedding(self, ids, table, scale, norm_weight, eps):
         self.counts["embedding"] += 1
@@ -86,6 +90,17 @@ class TritonOps:
             self.counts["attention"] += 1
             attention.triton(q, kv, rows, block_table, window, out=out)
         return out
+
+    def decode_attention(self, qkv, rows, rope, q_weight, head_dim, eps, kv, block_table, window, k_weight=None, slots=None, k_eq_v=False):
+        """As decode_attention.reference: `qkv_epilogue` and `attention` in one launch, for at most MAX_DECODE_ROWS rows of as
+        many sequences. Not with batch_invariant: its splits are smaller than those of `attention`."""
+        self.counts["decode_attention"] += 1
+        if qkv.device not in self._counters:
+            self._counters[qkv.device] = torch.zeros(MAX_DECODE_ROWS * MAX_KV_HEADS, dtype=torch.int32, device=qkv.device)
+        return decode_attention.triton(
+            qkv, rows, rope, q_weight, head_dim, eps, kv, block_table, window, k_weight, slots, k_eq_v,
+            counters=self._counters[qkv.device], pdl=split_linear.use_pdl(qkv),
+        )  # fmt: skip
 
     def add_norm(self, h, x, post_weight, pre_weight, scalar, eps):
         """x is overwritten."""

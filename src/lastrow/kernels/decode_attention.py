@@ -1,0 +1,191 @@
+"""One new token per sequence: qkv epilogue, attention and the combination of splits in one launch."""
+
+from __future__ import annotations
+
+import torch
+
+from lastrow.kernels import attention, qkv_epilogue
+from lastrow.kernels._triton import INTERPRETED, L2E, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, round_to, tl
+from lastrow.kernels.attention import softmax_step
+from lastrow.kernels.attention_rows import first_key, split_count
+from lastrow.kernels.kv_cache import PagedKV, store_heads
+from lastrow.kernels.qkv_epilogue import load_heads, norm_rope
+from lastrow.kernels.rows import QueryRows
+from lastrow.kernels.split_linear import pdl_launch, splits_of
+
+CHUNK = 64
+
+
+def reference(
+    qkv: torch.Tensor,
+    rows: QueryRows,
+    rope: torch.Tensor,
+    q_weight: torch.Tensor,
+    head_dim: int,
+    eps: float,
+    kv: PagedKV,
+    block_table: torch.Tensor,
+    window: int,
+    k_weight: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    k_eq_v: bool = False,
+) -> torch.Tensor:
+    """qkv [R, (heads + k and v heads) * head_dim], the raw projections of one row per sequence -> attention output
+    [R, heads, head_dim]. With k_weight and slots [R] the rows' K and V are stored first; without them the layer shares K/V
+    and qkv holds q heads alone."""
+    own = {} if k_weight is None else dict(k_weight=k_weight, kv=kv, slots=slots, kv_heads=kv.k.shape[2], k_eq_v=k_eq_v)
+    q = qkv_epilogue.reference(qkv, rows.positions, rope, q_weight, head_dim, eps, **own)
+    assert q is not None
+    return attention.reference(q, kv, rows, block_table, window)
+
+
+@jit
+def decode_attention_kernel(
+    qkv_ptr, qkv_stride, positions_ptr, seq_ptr, slots_ptr, table_ptr, table_stride, rope_ptr, q_weight_ptr, k_weight_ptr,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, part_ptr, ml_ptr, counter_ptr, out_ptr, splits, plane, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr, WINDOW: tl.constexpr, GP: tl.constexpr, OWN: tl.constexpr, K_EQ_V: tl.constexpr,
+    QUANT_MAX: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """program (row x K/V head, split). The split that holds the row's own position also stores its K and V; the last program
+    of a row and head to arrive combines the splits in ascending order."""
+    G: tl.constexpr = HEADS // KV_HEADS
+    HD: tl.constexpr = D // 2
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    r = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    c = tl.program_id(1)
+    n = tl.load(positions_ptr + r) + 1
+    low = first_key(n, WINDOW)
+    base = (low // CHUNK + c) * CHUNK
+    used = tl.cdiv(n, CHUNK) - low // CHUNK
+    table = table_ptr + tl.load(seq_ptr + r).to(tl.int64) * table_stride
+    h = tl.arange(0, GP)
+    j = tl.arange(0, HD)
+    d = tl.arange(0, D)
+    # nothing up to the wait depends on the kernel in front: positions, tables and weights were there before the chain
+    cos = tl.load(rope_ptr + (n - 1).to(tl.int64) * D + j).to(tl.float32)
+    sin = tl.load(rope_ptr + (n - 1).to(tl.int64) * D + HD + j).to(tl.float32)
+    begin = tl.maximum(base, low // BN * BN)
+    block = tl.load(table + begin // BLOCK_SIZE, mask=base < n, other=0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if base < n:
+        src = qkv_ptr + r.to(tl.int64) * qkv_stride
+        end = tl.minimum(base + CHUNK, n)
+        if OWN:
+            if end == n:
+                one = kv_head + tl.arange(0, 1)
+                slot = tl.load(slots_ptr + r).to(tl.int64)
+                keep = (one >= 0) & (slot >= 0)
+                a, b, squares = load_heads(src + HEADS * D, one, one >= 0, plane, D, SPLITS, dtype)
+                rstd = 1.0 / tl.sqrt(squares / D + eps)
+                ka, kb = norm_rope(a, b, rstd, k_weight_ptr, cos, sin, D, dtype)
+                store_heads(round_to(ka, dtype), round_to(kb, dtype), k_ptr, k_scale_ptr, slot, one, keep, KV_HEADS, D, QUANT_MAX)
+                if not K_EQ_V:
+                    a, b, squares = load_heads(src + (HEADS + KV_HEADS) * D, one, one >= 0, plane, D, SPLITS, dtype)
+                    rstd = 1.0 / tl.sqrt(squares / D + eps)
+                va = round_to(a * rstd[:, None], dtype)
+                vb = round_to(b * rstd[:, None], dtype)
+                store_heads(va, vb, v_ptr, v_scale_ptr, slot, one, keep, KV_HEADS, D, QUANT_MAX)
+            tl.debug_barrier()  # the tile below reads what other threads of this program have just stored
+        a, b, squares = load_heads(src + kv_head * G * D, h, h < G, plane, D, SPLITS, dtype)
+        a, b = norm_rope(a, b, 1.0 / tl.sqrt(squares / D + eps), q_weight_ptr, cos, sin, D, dtype)
+        qa = a.to(dtype)
+        qb = b.to(dtype)
+        m = tl.full([GP], -1e30, tl.float32)
+        total = tl.zeros([GP], tl.float32)
+        acc = tl.zeros([GP, D], tl.float32)
+        for n0 in tl.range(begin, end, BN):
+            cols = n0 + tl.arange(0, BN)
+            ok = (cols < n) & (cols >= low)
+            slots = (block * BLOCK_SIZE + n0 % BLOCK_SIZE + tl.arange(0, BN)).to(tl.int64) * KV_HEADS + kv_head
+            block = tl.load(table + tl.minimum(n0 + BN, n - 1) // BLOCK_SIZE)
+            k_row = k_ptr + slots[:, None] * D + j[None, :]
+            k1 = tl.load(k_row, mask=ok[:, None], other=0.0).to(dtype)
+            k2 = tl.load(k_row + HD, mask=ok[:, None], other=0.0).to(dtype)
+            v = tl.load(v_ptr + slots[:, None] * D + d[None, :], mask=ok[:, None], other=0.0).to(dtype)
+            s = tl.dot(qb, k2.T, tl.dot(qa, k1.T, input_precision=PRECISION), input_precision=PRECISION)
+            if QUANT_MAX > 0:
+                s = s * tl.load(k_scale_ptr + slots, mask=ok, other=0.0)[None, :]
+            p, alpha, m, total = softmax_step(tl.where(ok[None, :], s, float("-inf")), m, total)
+            if QUANT_MAX > 0:
+                p = p * tl.load(v_scale_ptr + slots, mask=ok, other=0.0)[None, :]
+            acc = tl.dot(p.to(dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        out = out_ptr + (r.to(tl.int64) * HEADS + kv_head * G + h)[:, None] * D + d[None, :]
+        if used == 1:
+            tl.store(out, (acc / total[:, None]).to(dtype), mask=(h < G)[:, None])
+        else:
+            first = tl.program_id(0).to(tl.int64) * splits * G
+            part = first + c * G + h
+            tl.store(part_ptr + part[:, None] * D + d[None, :], acc, mask=(h < G)[:, None])
+            tl.store(ml_ptr + part * 2, m, mask=h < G)
+            tl.store(ml_ptr + part * 2 + 1, total, mask=h < G)
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+            if arrived == used - 1:
+                tl.store(counter_ptr + tl.program_id(0), 0)
+                m = tl.full([GP], -1e30, tl.float32)
+                total = tl.zeros([GP], tl.float32)
+                acc = tl.zeros([GP, D], tl.float32)
+                for e in tl.range(0, used, loop_unroll_factor=4):
+                    part = first + e * G + h
+                    m_e = tl.load(ml_ptr + part * 2, mask=h < G, other=-1e30, cache_modifier=".cg")
+                    total_e = tl.load(ml_ptr + part * 2 + 1, mask=h < G, other=1.0, cache_modifier=".cg")
+                    acc_e = tl.load(part_ptr + part[:, None] * D + d[None, :], mask=(h < G)[:, None], other=0.0, cache_modifier=".cg")
+                    m_new = tl.maximum(m, m_e)
+                    old = tl.exp2((m - m_new) * L2E)
+                    new = tl.exp2((m_e - m_new) * L2E)
+                    acc = acc * old[:, None] + acc_e * new[:, None]
+                    total = total * old + total_e * new
+                    m = m_new
+                tl.store(out, (acc / total[:, None]).to(dtype), mask=(h < G)[:, None])
+
+
+def triton(
+    qkv: torch.Tensor,
+    rows: QueryRows,
+    rope: torch.Tensor,
+    q_weight: torch.Tensor,
+    head_dim: int,
+    eps: float,
+    kv: PagedKV,
+    block_table: torch.Tensor,
+    window: int,
+    k_weight: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    k_eq_v: bool = False,
+    *,
+    counters: torch.Tensor,
+    pdl: bool = False,
+    chunk: int = CHUNK,
+    keys: int | None = None,
+    warps: int | None = None,
+) -> torch.Tensor:
+    """`reference` in one launch; qkv may be partial sums, [splits, R, ..] (split_linear.py). A row must not read a position
+    that another row of the same call writes: one row per sequence.
+
+    counters: int32 zeros, at least R x K/V heads of them, left at zero; one buffer serves all layers of a stream.
+    pdl: programmatic dependent launch, for a chain of kernels that all wait before they read; positions, tables and slots
+    must have been written before the chain. The grid is sized by rows.max_kv_len, an upper bound."""
+    (r, width), kv_heads = qkv.shape[-2:], kv.k.shape[2]
+    own = k_weight is not None
+    heads = width // head_dim - (kv_heads * (1 if k_eq_v else 2) if own else 0)
+    out = torch.empty(r, heads, head_dim, device=qkv.device, dtype=q_weight.dtype)
+    if not r:
+        return out
+    splits = split_count(rows.max_kv_len, window, chunk)
+    part = torch.empty(r * splits * heads * head_dim, device=qkv.device, dtype=torch.float32)
+    ml = torch.empty(r * splits * heads * 2, device=qkv.device, dtype=torch.float32)
+    keys = keys or min(32, kv.block_size & -kv.block_size, chunk)
+    exact = out.dtype is torch.float32
+    pdl = pdl and not INTERPRETED
+    decode_attention_kernel[(r * kv_heads, splits)](
+        qkv, width, rows.positions, rows.seq_index, slots, block_table, block_table.stride(0), rope, q_weight, k_weight,
+        kv.k, kv.v, kv.k_scale, kv.v_scale, part, ml, counters, out, splits, r * width, eps,
+        heads, kv_heads, head_dim, min(keys, 16) if exact else keys, kv.block_size, chunk, window,
+        max(16, next_power_of_2(heads // kv_heads)), own, k_eq_v, kv.quant_max, "ieee" if exact else "tf32", splits_of(qkv), pdl,
+        num_warps=warps or (8 if head_dim > 256 else 4), **pdl_launch(pdl),
+    )  # fmt: skip
+    return out

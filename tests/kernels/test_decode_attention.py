@@ -1,0 +1,94 @@
+"""Decode in one launch against the reference's two steps, stored K/V included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.compare import randn, relative_error
+from kernels.pools import FORMATS, filled_pool, query_rows
+from lastrow.kernels import attention, decode_attention, qkv_epilogue
+from lastrow.kernels.kv_cache import PagedKV
+from lastrow.kernels.rope import rope_table
+
+EPS = 1e-6
+# (kv lengths with the new token, heads, kv heads, head dim, window)
+CASES = {
+    "one split": ([5, 16], 4, 1, 32, 0),
+    "several splits": ([41, 1, 33], 4, 1, 32, 0),
+    "window across splits": ([45, 17], 8, 2, 32, 20),
+    "one query head each": ([34], 2, 2, 64, 0),
+}
+REAL = {
+    "E2B sliding": ([257, 1, 64, 65, 3000], 8, 1, 256, 512),
+    "E2B full": ([257, 1, 64, 65, 3000], 8, 1, 512, 0),
+    "E4B sliding": ([700, 129], 8, 2, 256, 512),
+    "31B full": ([300, 64], 32, 4, 512, 0),
+}
+
+
+def build(name, cases, form, dtype, device, own, k_eq_v=False, block_size=16):
+    kv_lens, heads, kv_heads, d, window = cases[name]
+    pool, table = filled_pool(kv_lens, block_size, kv_heads, d, form, dtype, device)
+    rows = query_rows([[n - 1] for n in kv_lens], table, len(kv_lens))
+    width = heads + (kv_heads * (1 if k_eq_v else 2) if own else 0)
+    qkv = randn(len(kv_lens), width * d, dtype=dtype, device=device)
+    rope = rope_table(d, 1e4, max(kv_lens), None, dtype, device)
+    positions = torch.tensor(kv_lens) - 1
+    slots = table.cpu()[torch.arange(len(kv_lens)), positions // block_size] * block_size + positions % block_size
+    weights = [(randn(d, dtype=torch.float32) * 0.1 + d**-0.25 * 1.5).to(dtype).to(device) for _ in "qk"]
+    args = (qkv, rows, rope, weights[0], d, EPS, pool, table, window)
+    keys = dict(k_weight=weights[1], slots=slots.int().to(device), k_eq_v=k_eq_v) if own else {}
+    return args, keys
+
+
+def check(args, keys, limit, **config):
+    qkv, rows, rope, q_weight, d, eps, pool, table, window = args
+    copy = PagedKV(*(None if t is None else t.clone() for t in (pool.k, pool.v, pool.k_scale, pool.v_scale)))
+    counters = torch.zeros(64, dtype=torch.int32, device=qkv.device)
+    got = decode_attention.triton(*args, **keys, counters=counters, **config)
+    assert not counters.any()
+    own = dict(kv=copy, kv_heads=pool.k.shape[2], **keys) if keys else {}
+    q = qkv_epilogue.triton(qkv, rows.positions, rope, q_weight, d, eps, **own)
+    for mine, theirs in zip(pool.tensors(), copy.tensors(), strict=True):
+        assert torch.equal(mine.float(), theirs.float())
+    if qkv.dtype is torch.float32:
+        expected = decode_attention.reference(*args, **keys)
+    else:  # from the epilogue's bf16 queries (test_qkv_epilogue): what is left is the attention
+        expected = attention.reference(q.float(), pool, rows, table, window)
+    assert relative_error(got, expected) < limit
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["owner", "sharing"])
+@pytest.mark.parametrize("name", CASES)
+def test_one_launch_is_epilogue_then_attention(device, name, own):
+    # fp32: other summation order, exp2 instead of exp
+    check(*build(name, CASES, "auto", torch.float32, device, own), 2e-5, chunk=32)
+
+
+@pytest.mark.parametrize("form", FORMATS[1:])
+def test_own_key_is_read_back_from_its_8_bit_slot(device, form):
+    check(*build("window across splits", CASES, form, torch.float32, device, True), 2e-5, chunk=32)
+
+
+def test_value_is_the_raw_key_when_asked(device):
+    check(*build("several splits", CASES, "auto", torch.float32, device, True, k_eq_v=True), 2e-5, chunk=32)
+
+
+def test_a_padding_row_stores_nothing_and_leaves_the_others_alone(device):
+    args, keys = build("several splits", CASES, "auto", torch.float32, device, True)
+    pool, before = args[6], args[6].k.clone()
+    keys["slots"][1] = -1
+    got = decode_attention.triton(*args, **keys, counters=torch.zeros(9, dtype=torch.int32, device=device), chunk=32)
+    assert bool(torch.isfinite(got).all())
+    assert int((pool.k != before).flatten(2).any(-1).sum()) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [True, False], ids=["owner", "sharing"])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("pdl", [False, True])
+def test_real_shapes_in_bf16(name, form, own, pdl):
+    args, keys = build(name, REAL, form, torch.bfloat16, "cuda", own, block_size=64)
+    check(args, keys, 4e-3, pdl=pdl)  # as in test_attention: the result is rounded once, the probabilities once
