@@ -161,6 +161,14 @@ def test_a_character_begun_by_the_prompt_is_finished(text: str) -> None:
         assert broken.append([1257]) + broken.flush() == OURS.decode([1257]), "the prompt's own bytes are no output"
 
 
+def test_the_prompts_own_bytes_are_no_output() -> None:
+    euro = [BYTES[b] for b in "€".encode()]
+    finished = IncrementalDetokenizer(OURS, [2, *(BYTES[b] for b in "é".encode())])
+    assert finished.append([*euro, 1257]) == "€" + OURS.decode([1257])
+    broken = IncrementalDetokenizer(OURS, [2, BYTES[0xC3]])
+    assert broken.append([BYTES[0xFF], BYTES[0x41], 1257]) == "\ufffd\ufffd" + OURS.decode([1257])
+
+
 def test_cost_is_linear() -> None:
     """Decoding the whole text at every token would touch 400 million ids here and take minutes."""
     import time
