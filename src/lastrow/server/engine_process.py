@@ -1,0 +1,227 @@
+"""The engine's own process: commands in, one message of outputs a step out. No HTTP, no text.
+
+Text (detokenization, stop strings, parsing) is made by the server, so nothing a client does can stall a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import zmq
+
+from lastrow.config import EngineConfig
+from lastrow.core.output import EngineCoreOutput, Logprob
+from lastrow.core.request import Request
+from lastrow.core.stats import cache_status
+from lastrow.engine.engine import LLMEngine
+from lastrow.engine.output_processor import RequestGroup
+from lastrow.server import wire
+
+logger = logging.getLogger("lastrow.engine")
+STATS_INTERVAL = 0.25
+IDLE_POLL_MS = 500
+
+
+class WireOutputs:
+    """Takes the place of the engine's OutputProcessor: new tokens only, no text. Its results are wire.Output."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, list[Request]] = {}
+        self._members: dict[str, tuple[str, int]] = {}
+
+    def add(self, group: RequestGroup, requests: Sequence[Request]) -> None:
+        self.groups[group.request_id] = list(requests)
+        for index, request in enumerate(requests):
+            self._members[request.request_id] = (group.request_id, index)
+
+    def process(self, outputs: Iterable[EngineCoreOutput]) -> tuple[list[wire.Output], list[tuple[str, str]]]:
+        return [made for output in outputs if (made := self._output(output)) is not None], []
+
+    def _output(self, output: EngineCoreOutput) -> wire.Output | None:
+        request = output.request
+        found = self._members.get(request.request_id)
+        if found is None:
+            return None
+        group_id, index = found
+        made = wire.Output(group_id, index, output.new_token_ids, num_cached_tokens=request.num_cached_tokens)
+        if output.new_logprobs is not None:
+            made.logprobs = [_entries(entry) for entry in output.new_logprobs]
+        if output.prompt_logprobs:
+            made.prompt_logprobs = {at: _entries(entry) for at, entry in output.prompt_logprobs.items()}
+        made.label_logits = output.label_logits
+        if output.finish_reason is not None:
+            made.finish_reason, made.stop_reason = output.finish_reason.value, output.stop_reason
+            made.timings = _timings(request)
+            self._close(request.request_id)
+        return made
+
+    def _close(self, member: str) -> None:
+        group_id, _ = self._members.pop(member)
+        if not any(request.request_id in self._members for request in self.groups[group_id]):
+            del self.groups[group_id]
+
+    def abort(self, request_id: str) -> tuple[list[str], None]:
+        members = [r.request_id for r in self.groups.get(request_id, ()) if r.request_id in self._members]
+        for member in members:
+            self._close(member)
+        return members, None
+
+
+def _entries(entry: dict[int, Logprob]) -> list[wire.TokenLogprob]:
+    return [(token, p.logprob, p.rank) for token, p in entry.items()]
+
+
+def _timings(request: Request) -> wire.Timings:
+    m = request.metrics
+    return wire.Timings(
+        m.arrival_time, m.first_scheduled_time, m.first_token_time, m.last_token_time, m.num_preemptions, m.rows_given, m.rows_computed
+    )
+
+
+class EngineLoop:
+    """Serves one server until it says stop or is gone."""
+
+    def __init__(self, engine: LLMEngine, commands: zmq.Socket[bytes], results: zmq.Socket[bytes]) -> None:
+        self.engine = engine
+        self.outputs = WireOutputs()
+        engine.outputs = self.outputs  # pyright: ignore[reportAttributeAccessIssue]
+        self._commands = commands
+        self._results = results
+        self._parent = os.getppid()
+        self._next_stats = 0.0
+        self._was_busy = False
+        self._step_tokens: list[int] = []
+
+    def announce(self) -> None:
+        limits = self.engine.scheduler.config
+        self._send(wire.Ready(limits.max_model_len, self.engine.vocab_size, limits.max_num_seqs, os.getpid()))
+
+    def run(self) -> None:
+        while self._take_commands():
+            busy = self.engine.has_unfinished_requests
+            outputs: list[Any] = []
+            if busy:
+                before = self.engine.runner.stats.rows_given
+                outputs = self.engine.step()
+                self._step_tokens.append(self.engine.runner.stats.rows_given - before)
+            now = time.monotonic()
+            # After the last step one more message tells the server that everything is free again.
+            stats = self._stats() if now >= self._next_stats or busy != self._was_busy else None
+            if stats is not None:
+                self._next_stats = now + STATS_INTERVAL
+            self._was_busy = busy
+            if outputs or stats is not None:
+                self._send(wire.Outputs(outputs, stats))
+
+    def _take_commands(self) -> bool:
+        """Handle what has arrived; waits only when there is nothing to compute. False when the process should end."""
+        if not self.engine.has_unfinished_requests and not self._was_busy and not self._commands.poll(IDLE_POLL_MS):
+            return os.getppid() == self._parent
+        while self._commands.poll(0):
+            command = wire.decode_to_engine(self._commands.recv())
+            if isinstance(command, wire.Stop):
+                return False
+            self._handle(command)
+        return os.getppid() == self._parent
+
+    def _handle(self, command: wire.Add | wire.Abort | wire.Call) -> None:
+        if isinstance(command, wire.Add):
+            self._add(command)
+        elif isinstance(command, wire.Abort):
+            self.engine.abort(command.request_ids)
+        else:
+            self._call(command)
+
+    def _add(self, add: wire.Add) -> None:
+        try:
+            self.engine.add_request(
+                add.request_id, add.prompt_token_ids, add.params, priority=add.priority, arrival_time=add.arrival_time,
+                cache_salt=add.cache_salt, stream=True, prompt_rows=add.prompt_rows, label_token_ids=add.label_token_ids,
+                fork_of=add.fork_of, fork_num_tokens=add.fork_num_tokens,
+            )  # fmt: skip
+        except ValueError as error:
+            self.engine.abort(add.request_id)
+            self._send(wire.Rejected(add.request_id, str(error).removeprefix(f"request {add.request_id}: ")))
+
+    def _call(self, call: wire.Call) -> None:
+        try:
+            value: Any = None
+            if call.name == "cache_status":
+                value = {**cache_status(self.engine.scheduler.kv), "rows": self._rows()}
+            elif call.name == "reset_prefix_cache":
+                if self.engine.has_unfinished_requests:
+                    raise ValueError("requests are running: their blocks cannot be forgotten")
+                self.engine.scheduler.kv.reset_prefix_cache()
+            elif call.name == "check_integrity":
+                self.engine.scheduler.kv.check_integrity(self.engine.scheduler.requests.values())
+            else:
+                raise ValueError(f"no call named {call.name!r}")
+            self._send(wire.Reply(call.call_id, value))
+        except (ValueError, AssertionError) as error:
+            self._send(wire.Reply(call.call_id, error=str(error)))
+
+    def _rows(self) -> dict[str, int]:
+        stats = self.engine.runner.stats
+        return {"given": stats.rows_given, "computed": stats.rows_computed}
+
+    def _stats(self) -> wire.Stats:
+        scheduler, runner = self.engine.scheduler, self.engine.runner.stats
+        now, counters = scheduler.stats(), scheduler.counters
+        free = [pool.num_free_blocks for pool in scheduler.kv.pools]
+        total = [pool.num_usable_blocks for pool in scheduler.kv.pools]
+        stats = wire.Stats(
+            now.num_running, now.num_waiting, now.kv_usage, (free[0], free[1]), (total[0], total[1]), now.prefix_cache_queries,
+            now.prefix_cache_hits, now.num_preemptions, counters.generated_tokens, counters.scheduled_tokens, runner.steps,
+            runner.rows_given, runner.rows_computed, runner.graphs, runner.eager, self._step_tokens,
+        )  # fmt: skip
+        self._step_tokens = []
+        return stats
+
+    def _send(self, message: wire.FromEngine) -> None:
+        self._results.send(wire.encode(message))
+
+
+def main(config: EngineConfig, address: str, log_level: int) -> None:
+    """Entry point of the process. address: the server's two sockets are `{address}.commands` and `{address}.results`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=log_level, format="%(levelname)s:     engine: %(message)s")
+    context = zmq.Context()
+    commands, results = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, name in ((commands, "commands"), (results, "results")):
+        socket.set_hwm(0)
+        socket.connect(f"{address}.{name}")
+    code = 0
+    try:
+        loop = EngineLoop(_build(config), commands, results)
+        loop.announce()
+        loop.run()
+    except Exception as error:
+        logger.exception("the engine cannot go on")
+        results.send(wire.encode(wire.Failed(f"{type(error).__name__}: {error}")))
+        code = 1
+    # Half a second for the last message, which must not keep a broken process alive.
+    results.close(linger=500)
+    commands.close(linger=0)
+    context.term()
+    sys.exit(code)
+
+
+def _build(config: EngineConfig) -> LLMEngine:
+    """A warm engine: weights loaded, grammars ready, one prompt computed."""
+    from lastrow.core.sampling_params import SamplingParams
+    from lastrow.engine.build import build_engine
+
+    engine = build_engine(config)
+    engine.prepare_grammars()
+    start = engine.tokenizer.bos_token_id if engine.tokenizer is not None else 0
+    engine.add_request("warm-up", [start] * 8, SamplingParams(max_tokens=2, temperature=0.0))
+    while engine.has_unfinished_requests:
+        engine.step()
+    engine.scheduler.kv.reset_prefix_cache()
+    return engine
