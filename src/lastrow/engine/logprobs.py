@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lastrow.core.output import Logprob
+from lastrow.engine.transfer import upload
 
 # (row, number of top logprobs or None, explicit ids): what one row asks for
 Wish = tuple[int, int | None, Sequence[int]]
@@ -60,7 +62,7 @@ def gather_logprobs(logits: torch.Tensor, taken: torch.Tensor, wishes: Sequence[
         values.append(best.values)
     if num_explicit:
         padded = [[*explicit, *[0] * (num_explicit - len(explicit))] for _, _, explicit in wishes]
-        ids.append(torch.tensor(padded, dtype=torch.int64, device=logits.device))
+        ids.append(upload(np.array(padded, np.int64), logits.device))
         values.append(logits.gather(1, ids[-1]))
     ranks = (logits > own).sum(-1) + 1
     return LogprobTensors(list(wishes), num_top, torch.cat(ids, 1), torch.cat(values, 1) - norm, ranks)

@@ -18,6 +18,7 @@ from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
 from lastrow.engine.sampler import Sampler
 from lastrow.engine.sampling_state import Grammar
 from lastrow.engine.spec_decode import PendingDrafts, Speculator, accept
+from lastrow.engine.transfer import download, upload
 from lastrow.kernels.rows import AttentionPlan
 from lastrow.kv.pool import KVPool
 from lastrow.models.batch import ForwardBatch
@@ -243,7 +244,7 @@ class ModelRunner:
         handle.labels.append(_Labels([row[1:] for row in rows], values, total))
 
     def _on_device(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return upload(values, self.device)
 
     # ------------------------------------------------------------------------------------------------------ results
     def _send(self, handle: StepHandle) -> StepHandle:
@@ -251,14 +252,14 @@ class ModelRunner:
         if self.device.type != "cuda":
             return handle
         if handle.sampled is not None:
-            handle.sampled = _to_pinned(handle.sampled)
+            handle.sampled = download(handle.sampled)
         if handle.proposals is not None and handle.proposals.tensor is not None:
-            handle.proposals.tensor = _to_pinned(handle.proposals.tensor)
+            handle.proposals.tensor = download(handle.proposals.tensor)
         for tensors in [*([handle.logprobs] if handle.logprobs else []), *(t for _, t in handle.prompt_logprobs)]:
-            tensors.ids, tensors.values, tensors.ranks = (_to_pinned(t) for t in (tensors.ids, tensors.values, tensors.ranks))
+            tensors.ids, tensors.values, tensors.ranks = (download(t) for t in (tensors.ids, tensors.values, tensors.ranks))
         for labels in handle.labels:
-            labels.values = _to_pinned(labels.values)
-            labels.logsumexp = None if labels.logsumexp is None else _to_pinned(labels.logsumexp)
+            labels.values = download(labels.values)
+            labels.logsumexp = None if labels.logsumexp is None else download(labels.logsumexp)
         handle.done = torch.cuda.Event()
         handle.done.record()
         return handle
@@ -271,8 +272,3 @@ def _drafts_behind(step: StepInputs) -> list[Sequence[int]]:
         drafts = step.parts[step.sample_parts[len(behind)]].draft_token_ids
         behind += [drafts[:i] for i in range(len(drafts) + 1)]
     return behind
-
-
-def _to_pinned(t: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-    return host.copy_(t, non_blocking=True)

@@ -16,6 +16,7 @@ import torch
 from lastrow.core.request import Request
 from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
 from lastrow.engine.sampling_state import EDITS, LOGPROBS, RANDOM, Grammar, RequestSampling, uniforms
+from lastrow.engine.transfer import upload
 
 WEIGHT_UNIT = 2.0**40  # a 2^18-token row then sums to at most 2^58
 CDF_BLOCK = 512  # the cumulative sum is searched in two levels: blocks, then inside one
@@ -66,19 +67,20 @@ class Sampler:
         wanting = np.flatnonzero(flags & LOGPROBS)
         raw = None
         if len(wanting):
-            raw = logits[torch.from_numpy(wanting).to(self.device)] if every & EDITS or len(wanting) < len(slots) else logits
+            raw = logits[upload(wanting, self.device)] if every & EDITS or len(wanting) < len(slots) else logits
         if every & EDITS:
             self._edit(logits, slots, output_index, np.flatnonzero(flags & EDITS), behind)
-        ids = logits.argmax(-1)
         random = np.flatnonzero(flags & RANDOM)
-        if len(random):
+        if not len(random):
+            ids = logits.argmax(-1)
+        else:
             numbers = uniforms(self.seeds[slots[random]], output_index[random])
             chosen = self._draw(logits, random, slots[random], numbers)
-            ids = chosen if len(random) == len(slots) else ids.index_copy(0, torch.from_numpy(random).to(self.device), chosen)
+            ids = chosen if len(random) == len(slots) else logits.argmax(-1).index_copy(0, upload(random, self.device), chosen)
         if raw is None:
             return ids, None
         wishes = [(int(row), self.states[slots[row]]) for row in wanting]
-        taken = ids if len(wanting) == len(slots) else ids[torch.from_numpy(wanting).to(self.device)]
+        taken = ids if len(wanting) == len(slots) else ids[upload(wanting, self.device)]
         return ids, gather_logprobs(raw, taken, [(row, s.num_logprobs, s.logprob_token_ids) for row, s in wishes if s])
 
     def _draw(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
@@ -86,7 +88,7 @@ class Sampler:
         drawn = []
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
-            some = logits if len(rows) == len(logits) <= step else logits[torch.from_numpy(rows[part]).to(self.device)]
+            some = logits if len(rows) == len(logits) <= step else logits[upload(rows[part], self.device)]
             of = slots[part]
             drawn.append(draw(some, self.temperature[of], self.top_k[of], self.top_p[of], self.min_p[of], numbers[part]))
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
@@ -115,7 +117,7 @@ class Sampler:
             if state.disallowed is not None:
                 logits[row].masked_fill_(state.disallowed, float("-inf"))
             if state.grammar is not None:
-                disallowed = torch.from_numpy(state.disallowed_by_grammar(state.grammar, drafts)).to(self.device)
+                disallowed = upload(state.disallowed_by_grammar(state.grammar, drafts), self.device)
                 logits[row].masked_fill_(disallowed, float("-inf"))
         flat = logits.view(-1)
         if bias:
@@ -127,7 +129,7 @@ class Sampler:
         if counted:
             flat.index_add_(0, *counted.tensors(self.device))
         if masked:
-            flat[masked.tensors(self.device)[0]] = float("-inf")
+            flat.index_fill_(0, masked.tensors(self.device)[0], float("-inf"))
 
 
 class _Scatter:
@@ -147,7 +149,7 @@ class _Scatter:
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         index, value = np.concatenate(self._index), np.concatenate(self._value).astype(np.float32)
-        return torch.from_numpy(index).to(device), torch.from_numpy(value).to(device)
+        return upload(index, device), upload(value, device)
 
 
 # ---------------------------------------------------------------------------------------------------------- drawing
@@ -155,53 +157,57 @@ def draw(
     logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, numbers: np.ndarray
 ) -> torch.Tensor:
     """One token per row: logits [n, V] fp32, parameters [n] (top_k 0, top_p 1, min_p 0: off), numbers [n] in [0, 1) -> [n] int64."""
-    device = logits.device
-    x = logits if (temperature == 1.0).all() else logits / torch.from_numpy(temperature).to(device)[:, None]
-    top = x.amax(-1, keepdim=True)
-    likelihood = torch.exp(x - top)
+    keep = np.where(top_k > 0, top_k, logits.shape[1])
+    on_device = upload(np.stack((temperature, keep, top_p, min_p, numbers)).astype(np.float64), logits.device)
+    x = logits if (temperature == 1.0).all() else logits / on_device[0, :, None].float()
+    rows = _Rows(x, x.amax(-1, keepdim=True), on_device[1:4])
+    likelihood = torch.exp(x - rows.top)
     weight = (likelihood * WEIGHT_UNIT).to(torch.int64)
     if min_p.any():
-        weight.masked_fill_(likelihood < torch.from_numpy(min_p).to(device)[:, None], 0)
-    limited = top_k > 0
-    _truncate(x, top, weight, np.flatnonzero(limited), top_k, top_p, min_p)
-    _truncate(x, top, weight, np.flatnonzero(~limited & (top_p < 1.0)), top_k, top_p, min_p)
-    return inverse_cdf(weight, torch.from_numpy(numbers).to(device))
+        weight.masked_fill_(likelihood < rows.min_p, 0)
+    # rows without top_k are sorted whole, so they are kept apart
+    for some in (np.flatnonzero(top_k > 0), np.flatnonzero((top_k == 0) & (top_p < 1.0))):
+        if len(some) == len(x):
+            weight = _truncate(rows, weight, int(keep.max()), bool((top_p < 1.0).any()))
+        elif len(some):
+            index = upload(some, logits.device)
+            kept = _truncate(rows.take(index), weight[index], int(keep[some].max()), bool((top_p[some] < 1.0).any()))
+            weight.index_copy_(0, index, kept)
+    return inverse_cdf(weight, on_device[4])
 
 
-def _truncate(
-    x: torch.Tensor, top: torch.Tensor, weight: torch.Tensor, rows: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
-) -> None:
-    """Set to 0 the weights of `rows` that top_k or top_p cut off. Rows without top_k are sorted whole: keep them apart."""
-    if not len(rows):
-        return
-    device, whole = x.device, len(rows) == len(x)
-    index = torch.from_numpy(rows).to(device)
-    largest = int(top_k[rows].max()) or x.shape[1]
-    some, kept = (x, weight) if whole else (x[index], weight[index])
-    best = some.topk(largest).values
-    last = torch.from_numpy(np.where(top_k[rows] > 0, top_k[rows], largest) - 1).to(device)
-    border = best.gather(1, last[:, None])
-    kept = kept.masked_fill(some < border, 0)
-    if (top_p[rows] < 1.0).any():
-        likelihood = torch.exp(best - (top if whole else top[index]))
-        best_weight = (likelihood * WEIGHT_UNIT).to(torch.int64).masked_fill_(best < border, 0)
-        best_weight.masked_fill_(likelihood < torch.from_numpy(min_p[rows]).to(device)[:, None], 0)
-        before = best_weight.cumsum(-1) - best_weight
-        share = torch.from_numpy(top_p[rows]).to(device)[:, None] * kept.sum(-1, keepdim=True)
-        inside = (before < share) | (torch.from_numpy(top_p[rows]).to(device)[:, None] >= 1.0)
-        border = best.masked_fill(~inside, float("inf")).amin(-1, keepdim=True)
-        kept.masked_fill_(some < border, 0)
-    if whole:
-        weight.copy_(kept)
-    else:
-        weight.index_copy_(0, index, kept)
+class _Rows:
+    """x [n, V] fp32 after the temperature, top [n, 1] its maxima, parameters [3, n] fp64: tokens to keep, top_p, min_p."""
+
+    def __init__(self, x: torch.Tensor, top: torch.Tensor, parameters: torch.Tensor) -> None:
+        self.x, self.top, self.parameters = x, top, parameters
+        keep, self.top_p, min_p = parameters[:, :, None]
+        self.keep, self.min_p = keep.long(), min_p.float()
+
+    def take(self, index: torch.Tensor) -> _Rows:
+        return _Rows(self.x[index], self.top[index], self.parameters[:, index])
+
+
+def _truncate(rows: _Rows, weight: torch.Tensor, most: int, has_top_p: bool) -> torch.Tensor:
+    """weight with 0 for what top_k and top_p cut off. most: the largest number that a row keeps."""
+    best = rows.x.topk(most).values
+    border = best.gather(1, rows.keep - 1)
+    if has_top_p:
+        likelihood = torch.exp(best - rows.top)
+        mass = (likelihood * WEIGHT_UNIT).to(torch.int64).masked_fill_((best < border) | (likelihood < rows.min_p), 0)
+        total = weight.masked_fill(rows.x < border, 0).sum(-1, keepdim=True)  # ties at the border included
+        inside = (mass.cumsum(-1) - mass < rows.top_p * total) | (rows.top_p >= 1.0)
+        border = torch.maximum(border, best.masked_fill(~inside, float("inf")).amin(-1, keepdim=True))
+    return weight.masked_fill_(rows.x < border, 0)
 
 
 def inverse_cdf(weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """weight [n, V] int64 >= 0, numbers [n] float64 in [0, 1) -> the first id [n] whose cumulative weight, in id order, exceeds
     number * total."""
     n, size = weight.shape
-    blocks = torch.nn.functional.pad(weight, (0, -size % CDF_BLOCK)).view(n, -1, CDF_BLOCK)
+    if size % CDF_BLOCK:
+        weight = torch.nn.functional.pad(weight, (0, -size % CDF_BLOCK))
+    blocks = weight.view(n, -1, CDF_BLOCK)
     ends = blocks.sum(-1).cumsum(-1)
     total = ends[:, -1]
     target = torch.minimum((numbers * total).to(torch.int64), total - 1)[:, None]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from lastrow.core.request import Request
+from lastrow.engine.transfer import upload
 
 RANDOM, LOGPROBS, EDITS = 1, 2, 4
 
@@ -101,7 +102,7 @@ class RequestSampling:
         if params.allowed_token_ids is not None:
             mask = np.ones(vocab_size, bool)
             mask[list(params.allowed_token_ids)] = False
-            self.disallowed = torch.from_numpy(mask).to(device)
+            self.disallowed = upload(mask, device)
         self.presence, self.frequency = params.presence_penalty, params.frequency_penalty
         self.repetition = params.repetition_penalty
         self.output_counts = TokenCounts()
