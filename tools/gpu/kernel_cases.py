@@ -10,8 +10,10 @@ from lastrow.kernels import (
     add_norm,
     attention,
     attention_rows,
+    decode_attention,
     embedding,
     geglu,
+    gemv,
     head,
     matmul,
     ple_gate,
@@ -87,9 +89,39 @@ def _head(device: str) -> None:
         head.triton_logsumexp(_new(device, r, 1536), table, 30.0)
 
 
-CASES: dict[str, Callable[[str], None]] = {"elementwise": _elementwise, "matmul": _matmul, "head": _head}
+def _decode(heads: int, kv_heads: int, d: int, window: int, form: str, own: bool = True) -> Callable[[str], None]:
+    def case(device: str) -> None:
+        r, table = rows(device, [1, 1])
+        width = heads + (2 * kv_heads if own else 0)
+        w, slots = _new(device, d), _new(device, 2, dtype=torch.int32)
+        args = (_new(device, 2, width * d), r, _new(device, 64, 2, d // 2), w, d, EPS, pool(device, kv_heads, d, form), table, window)
+        keys = dict(k_weight=w, slots=slots) if own else {}
+        decode_attention.triton(*args, **keys, counters=_new(device, 128, dtype=torch.int32), pdl=True)
+
+    return case
+
+
+def _gemv(device: str) -> None:
+    x, w = _new(device, 1, 1536), _new(device, 1536)
+    seam = dict(residual=x, post_weight=w, pre_weight=w, scalar=_new(device, 1), pdl=True)
+    gemv.triton(x, _new(device, 2560, 1536), **seam)
+    gemv.triton(_new(device, 1, 2048), _new(device, 1536, 2048), pdl=True)
+    for k in (4096, 6144, 12288):
+        gemv.triton(_new(device, 1, k), _new(device, 1536, k), pdl=True)
+    for n in (6144, 12288):
+        gemv.triton(x, _new(device, 2 * n, 1536), geglu=True, **seam)
+    gemv.triton(x, _new(device, 256, 1536), residual=x, post_weight=w, ple=_new(device, 256), pdl=True)
+    gemv.triton(_new(device, 1, 256), _new(device, 1536, 256), pdl=True)
+    gemv.triton(x, _new(device, 262144, 1536), **seam)
+    x, w = _new(device, 1, 2560), _new(device, 2560)
+    gemv.triton(x, _new(device, 20480, 2560), geglu=True, residual=x, post_weight=w, pre_weight=w)
+
+
+CASES: dict[str, Callable[[str], None]] = {"elementwise": _elementwise, "matmul": _matmul, "head": _head, "gemv": _gemv}
 for _form in STORAGE:
     CASES |= {
+        f"decode sliding {_form}": _decode(8, 1, 256, 512, _form),
+        f"decode full {_form}": _decode(8, 1, 512, 0, _form),
         f"qkv sliding {_form}": _qkv(8, 1, 256, _form),
         f"qkv full {_form}": _qkv(8, 1, 512, _form),
         f"attention sliding {_form}": _attention(attention.triton, 8, 1, 256, 512, _form),
@@ -98,6 +130,8 @@ for _form in STORAGE:
         f"rows full {_form}": _attention(attention_rows.triton, 8, 1, 512, 0, _form),
     }
 CASES |= {
+    "decode sharing": _decode(8, 1, 256, 512, "auto", own=False),
+    "decode 31B": _decode(32, 4, 512, 0, "auto"),
     "qkv 31B sliding": _qkv(32, 16, 256, "auto"),
     "qkv 31B full": _qkv(32, 4, 512, "auto", k_eq_v=True),
     "attention E4B sliding": _attention(attention.triton, 8, 2, 256, 512, "auto"),
