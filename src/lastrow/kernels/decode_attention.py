@@ -97,7 +97,7 @@ def decode_attention_kernel(
         m = tl.full([GP], -1e30, tl.float32)
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, D], tl.float32)
-        for n0 in tl.range(begin, end, BN):
+        for n0 in tl.range(begin, end, BN, num_stages=1):
             cols = n0 + tl.arange(0, BN)
             ok = (cols < n) & (cols >= low)
             slots = (block * BLOCK_SIZE + n0 % BLOCK_SIZE + tl.arange(0, BN)).to(tl.int64) * KV_HEADS + kv_head
