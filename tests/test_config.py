@@ -62,3 +62,10 @@ def test_sizes(text: str, value: int) -> None:
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="is no"):
         parse_size(text)
+
+
+def test_device_defaults_give_way_to_what_was_given() -> None:
+    assert (EngineConfig().for_device(False).block_size, EngineConfig().for_device(True).block_size) == (16, 64)
+    given = EngineConfig(block_size=32, max_num_batched_tokens=512)
+    assert given.for_device(True) == given
+    assert EngineConfig(max_num_seqs=10_000).for_device(False).max_num_batched_tokens == 10_000  # every request decodes in one step

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from lastrow.kv.layout import KV_CACHE_DTYPES
@@ -21,6 +21,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "reference", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 8192, 65_536  # max_num_batched_tokens by device
 MAX_DRAFTS = 16  # a row of the target for every draft: more never pays
 SPECULATIVE_EXAMPLE = '{"model": "FOLDER", "num_speculative_tokens": 4} or {"method": "ngram", "num_speculative_tokens": 4}'
 
@@ -124,6 +125,12 @@ class EngineConfig:
     def speculative(self) -> SpeculativeConfig | None:
         """speculative_config, parsed."""
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
+
+    def for_device(self, on_gpu: bool) -> EngineConfig:
+        """The options that depend on the device filled in where the user gave none. On a GPU a block holds one key tile of the
+        attention kernels, and prefill speed grows with the step (docs/benchmarks)."""
+        tokens = self.max_num_batched_tokens or max(GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS, self.max_num_seqs)
+        return replace(self, block_size=self.block_size or (64 if on_gpu else 16), max_num_batched_tokens=tokens)
 
     def validate(self) -> None:
         """Refuse values that no model could run with. What depends on the model is checked when its config is read."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lastrow.config import EngineConfig
-from lastrow.engine.build import with_device_defaults
 from lastrow.engine.memory import CPU_KV_BYTES, forecast, weight_bytes
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kv.pool import KVPool
@@ -20,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def options(**values: Any) -> EngineConfig:
-    return with_device_defaults(EngineConfig(load_format="dummy", **values), CPU)
+    return EngineConfig(load_format="dummy", **values).for_device(on_gpu=False)
 
 
 def test_weight_bytes_are_those_of_the_spec_and_of_the_tensors() -> None:

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="the whole document, with stable keys")
     parser.add_argument("--plot", metavar="FILE", help="draw layers, owners, readers, cut and work to an .svg, .png or .pdf file")
-    used = ("revision", "shape", "dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "max_num_seqs")
+    used = ("device", "revision", "shape", "dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "max_num_seqs")
     add_engine_flags(parser, only=(*used, "max_num_batched_tokens"))
 
 
@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> None:
     from lastrow.weights.resolve import resolve_model
 
     engine = EngineConfig(**engine_options(args))
+    engine = engine.for_device(on_gpu=engine.device != "cpu")  # memory is that of a card unless --device cpu says otherwise
     config = named_shape(engine.shape) if engine.shape else from_file(resolve_model(engine.model, engine.revision, config_only=True))
     document = describe(
         config,
@@ -34,9 +35,9 @@ def run(args: argparse.Namespace) -> None:
         memory=args.memory,
         gpu_memory_utilization=engine.gpu_memory_utilization,
         kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
-        block_size=engine.block_size,
+        block_size=engine.block_size or 0,
         max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_batched_tokens=engine.max_num_batched_tokens or 0,
     )
     if args.plot:
         from lastrow.harness.info_plot import plot

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,13 +32,12 @@ from lastrow.weights.resolve import resolve_model
 
 logger = logging.getLogger("lastrow")
 DEFAULT_DRAFTS = 4
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 8192, 65536
 
 
 def build_engine(config: EngineConfig) -> LLMEngine:
     """A ready engine. Raises ConfigError, TokenizerError or WeightsError with the reason."""
     device = choose_device(config.device)
-    config = with_device_defaults(config, device)
+    config = config.for_device(device.type == "cuda")
     folder = None if config.shape else resolve_model(config.model, config.revision)
     shape = named_shape(config.shape) if config.shape else from_file(folder or "")
     dtype = choose_dtype(config.dtype, device)
@@ -55,12 +53,12 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     pool = KVPool(shape, plan.budget, config.kv_cache_dtype, getattr(torch, dtype), device)
     runner = ModelRunner(
         model, pool, vocab_size=shape.vocab_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
-        block_size=config.block_size, device=device,
+        block_size=plan.budget.block_size, device=device,
         encode=None if tokenizer is None else lambda text: tokenizer.encode(text, add_bos=False),
         attention_plans=("tiled", "rows") if config.batch_invariant else ("auto", "auto"),
     )  # fmt: skip
     if device.type == "cuda" and not config.enforce_eager and isinstance(model.ops, TritonOps):
-        buckets = GraphBuckets.for_limits(config.max_num_seqs, config.max_num_batched_tokens or 0, max_model_len)
+        buckets = GraphBuckets.for_limits(config.max_num_seqs, plan.max_num_batched_tokens, max_model_len)
         graphs = CUDAGraphs(model, pool, runner.inputs, buckets)
         graphs.warm_up()
         runner.use_graphs(graphs)
@@ -80,14 +78,6 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not has_gpu:
         raise ConfigError("device is 'cuda': torch sees no GPU here; use device=cpu or install a CUDA build of torch")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
-
-
-def with_device_defaults(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """The options that depend on the device, where the user gave none. On a GPU a block holds one key tile of the attention
-    kernels, and prefill speed grows with the step (docs/benchmarks)."""
-    on_gpu = device.type == "cuda"
-    tokens = config.max_num_batched_tokens or max(GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS, config.max_num_seqs)
-    return replace(config, block_size=config.block_size or (64 if on_gpu else 16), max_num_batched_tokens=tokens)
 
 
 def choose_dtype(name: str, device: torch.device) -> str:
@@ -138,7 +128,7 @@ def make_scheduler(config: EngineConfig, plan: MemoryForecast, max_model_len: in
     """The scheduler over the blocks that `plan` bought."""
     layout, budget = plan.layout, plan.budget
     blocks = KVCacheConfig(
-        block_size=config.block_size,
+        block_size=budget.block_size,
         num_full_blocks=budget.num_full_blocks,
         num_sliding_blocks=budget.num_sliding_blocks,
         sliding_window=layout.sliding_window,
@@ -147,7 +137,7 @@ def make_scheduler(config: EngineConfig, plan: MemoryForecast, max_model_len: in
     )
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_prefill_seqs=config.max_prefill_seqs,
     )

@@ -24,13 +24,14 @@ GRAPH_BYTES = 1 << 29  # CUDA context, library workspaces and graph pools
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """Bytes by purpose. kv_bytes is the budget, of which `budget` makes whole blocks."""
+    """Bytes by purpose. kv_bytes is the budget, of which `budget` makes whole blocks. max_num_batched_tokens: the step planned for."""
 
     weight_bytes: int
     activation_bytes: int
     kv_bytes: int
     layout: KVLayout
     budget: KVBudget
+    max_num_batched_tokens: int
 
     @property
     def total_bytes(self) -> int:
@@ -68,7 +69,7 @@ def forecast(engine: EngineConfig, config: Gemma4Config, dtype: str, device: tor
     Raises ConfigError, naming the flags to change, when no request of two blocks would fit."""
     step_tokens, block_size = engine.max_num_batched_tokens, engine.block_size
     if step_tokens is None or block_size is None:
-        raise ValueError("max_num_batched_tokens or block_size is None: fill in the device's defaults first (build.with_device_defaults)")
+        raise ValueError("max_num_batched_tokens or block_size is None: fill in the device's defaults first (EngineConfig.for_device)")
     layout = KVLayout.of(config, engine.kv_cache_dtype, dtype)
     weights = weight_bytes(config, dtype)
     activations = activation_bytes(config, dtype, step_tokens, engine.max_num_seqs)
@@ -90,7 +91,7 @@ def forecast(engine: EngineConfig, config: Gemma4Config, dtype: str, device: tor
         budget = divide_budget(layout, kv, block_size, engine.max_num_seqs, step_tokens)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
-    return MemoryForecast(weights, activations, kv, layout, budget)
+    return MemoryForecast(weights, activations, kv, layout, budget, step_tokens)
 
 
 def cpu_kv_bytes(layout: KVLayout, max_num_seqs: int, step_tokens: int, block_size: int, max_model_len: int) -> int:
