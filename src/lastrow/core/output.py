@@ -62,7 +62,7 @@ class SchedulerOutput:
         return not self.scheduled
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Logprob:
     """logprob: natural log. rank: 1 for the most likely token. decoded_token: filled in by the output processor."""
 

@@ -119,7 +119,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        pool: KVPool | None,
+        pool: KVPool,
         *,
         vocab_size: int,
         max_num_seqs: int,

@@ -50,7 +50,7 @@ class CompletionState:
     def take(self, output: EngineCoreOutput) -> str | None:
         """Take in what a step brought. Returns the stop string that ends the output here, if one does."""
         if output.prompt_logprobs:
-            self.prompt_logprobs.update(self._with_texts(output.prompt_logprobs.items()))
+            self.prompt_logprobs.update(self._with_texts(output.prompt_logprobs))
         if output.label_logits:
             self.label_logits.update(output.label_logits)
         if output.new_logprobs is not None:
@@ -98,17 +98,19 @@ class CompletionState:
     def _take_logprobs(self, output: EngineCoreOutput) -> None:
         if self.logprobs is None:
             self.logprobs, self.cumulative_logprob = [], 0.0
-        for token, (_, entry) in zip(output.new_token_ids, self._with_texts(enumerate(output.new_logprobs or ())), strict=False):
+        entries = self._with_texts(dict(enumerate(output.new_logprobs or ())))
+        for token, entry in zip(output.new_token_ids, entries.values(), strict=False):
             self.logprobs.append(entry)
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + entry[token].logprob
 
-    def _with_texts(self, entries: Iterable[tuple[int, dict[int, Logprob]]]) -> list[tuple[int, dict[int, Logprob]]]:
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            return list(entries)
-        return [
-            (at, {token: Logprob(p.logprob, p.rank, tokenizer.token_text(token)) for token, p in entry.items()}) for at, entry in entries
-        ]
+    def _with_texts(self, entries: dict[int, dict[int, Logprob]]) -> dict[int, dict[int, Logprob]]:
+        """The same entries with decoded_token filled in."""
+        if self.tokenizer is not None:
+            text_of = self.tokenizer.token_text
+            for entry in entries.values():
+                for token, logprob in entry.items():
+                    logprob.decoded_token = text_of(token)
+        return entries
 
     # ------------------------------------------------------------------------------------------------------ results
     def completion(self) -> CompletionOutput:
@@ -133,10 +135,11 @@ class CompletionState:
 
     def _label_logprobs(self) -> list[dict[int, Logprob]]:
         ids = self.request.label_token_ids or ()
-        entries = []
-        for values, total in self.label_logits.values():
-            entries.append((0, {token: Logprob(value - (total or 0.0)) for token, value in zip(ids, values, strict=True)}))
-        return [entry for _, entry in self._with_texts(entries)]
+        entries = {
+            row: {token: Logprob(value - (total or 0.0)) for token, value in zip(ids, values, strict=True)}
+            for row, (values, total) in self.label_logits.items()
+        }
+        return list(self._with_texts(entries).values())
 
     def all_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.request.sampling_params.prompt_logprobs is None:
