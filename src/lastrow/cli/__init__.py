@@ -17,7 +17,9 @@ import lastrow
 COMMANDS = {
     "generate": "complete prompts",
     "chat": "talk to a model",
+    "serve": "an OpenAI-compatible server",
     "info": "what a model is, what it costs, what fits (needs no weights)",
+    "bench": "measure speed, arms interleaved, and write a record",
 }
 USER_ERROR, INTERRUPTED = 2, 130
 

@@ -79,8 +79,9 @@ def _entries(entry: dict[int, Logprob]) -> list[wire.TokenLogprob]:
 def _timings(request: Request) -> wire.Timings:
     m = request.metrics
     return wire.Timings(
-        m.arrival_time, m.first_scheduled_time, m.first_token_time, m.last_token_time, m.num_preemptions, m.rows_given, m.rows_computed
-    )
+        m.arrival_time, m.first_scheduled_time, m.first_token_time, m.last_token_time, m.finished_time, m.num_preemptions,
+        m.rows_given, m.rows_computed,
+    )  # fmt: skip
 
 
 class EngineLoop:

@@ -54,6 +54,7 @@ class Timings(msgspec.Struct, array_like=True):
     scheduled: float | None
     first_token: float | None
     last_token: float | None
+    finished: float | None
     num_preemptions: int
     rows_given: int
     rows_computed: int

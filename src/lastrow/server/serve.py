@@ -1,0 +1,90 @@
+"""Runs the server until a signal or the engine's end. Exit code 0 after SIGTERM or SIGINT, 1 when the engine died."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from lastrow.config import EngineConfig
+from lastrow.models.config import from_file
+from lastrow.server.app import create_app
+from lastrow.server.async_engine import AsyncEngine
+from lastrow.server.state import ServerSettings, ServerState
+from lastrow.tokenizer import Tokenizer
+from lastrow.weights.resolve import resolve_model
+
+logger = logging.getLogger("lastrow.server")
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where the server listens. shutdown_timeout: seconds that running requests get after SIGTERM."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    log_level: str = "info"
+    shutdown_timeout: int = 30
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our signals: SIGTERM and SIGINT drain, a second one does not wait."""
+
+    state: ServerState
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._drain)
+        yield
+
+    def _drain(self) -> None:
+        if self.state.draining:
+            self.force_exit = True
+        self.state.draining = True
+        logger.info("draining: %d requests are running", self.state.num_active)
+        self.should_exit = True
+
+
+def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int:
+    """Returns the exit code. Raises ConfigError or TokenizerError before anything is started."""
+    level = logging.getLevelNamesMapping().get(listen.log_level.upper(), logging.INFO)
+    logging.basicConfig(level=level, format="%(levelname)s:     %(message)s")
+    folder = resolve_model(config.model, config.revision)
+    tokenizer = Tokenizer(folder)
+    vocab_size = from_file(folder).vocab_size
+    _warn_if_open(listen.host, settings)
+    engine = AsyncEngine(config, settings.step_timeout, level)
+    state = ServerState(engine, tokenizer, vocab_size, settings)
+    died = False
+
+    def leave() -> None:
+        nonlocal died
+        died = server.should_exit = server.force_exit = True
+
+    app = create_app(state, leave)
+    server = Server(
+        uvicorn.Config(
+            app, listen.host, listen.port, log_level=listen.log_level, access_log=listen.log_level in ("debug", "trace"),
+            timeout_graceful_shutdown=listen.shutdown_timeout, timeout_keep_alive=75,
+        )
+    )  # fmt: skip
+    server.state = state
+    server.run()
+    return 1 if died or not server.started else 0
+
+
+def _warn_if_open(host: str, settings: ServerSettings) -> None:
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    if not local and not settings.api_key:
+        logger.warning("--host %s is reachable from other machines and there is no --api-key: anybody there can use this server", host)

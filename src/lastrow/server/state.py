@@ -1,0 +1,183 @@
+"""What all endpoints share: settings, the engine, admission, and errors in OpenAI's envelope."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lastrow.core.sampling_params import SamplingParams
+from lastrow.engine.structured_output import GrammarBackend
+from lastrow.server import wire
+from lastrow.server.async_engine import AsyncEngine, EngineDeadError, RequestRejected
+from lastrow.server.chat import ChatPlanner
+from lastrow.server.metrics import ServerMetrics
+from lastrow.tokenizer import Tokenizer
+
+LONG_TEXT = 20_000  # characters from which on tokenizing leaves the event loop
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Options of the HTTP side; `lastrow serve --help` says what each is for."""
+
+    served_model_name: tuple[str, ...] = ("tiny-e",)
+    api_key: tuple[str, ...] = ()
+    max_queued_requests: int = 1024
+    max_body_bytes: int = 32 * 2**20
+    enable_timings_report: bool = False
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    generation_config: str = "auto"
+    restart_engine: bool = False
+    step_timeout: float = 120.0
+
+
+class ApiError(Exception):
+    """An answer other than 200. kind: vLLM's error types."""
+
+    def __init__(
+        self, status: int, message: str, kind: str | None = None, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind or {400: "BadRequestError", 404: "NotFoundError", 429: "RateLimitError"}.get(status, "InternalServerError")
+        self.param = param
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        # A message may quote what the client sent, which need not be Unicode.
+        message = str(self).encode("utf-8", "replace").decode()
+        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.status}}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told. Whatever is not the request's fault is a 500 without its insides."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), "EngineDeadError")
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error))
+    return ApiError(500, f"the server failed on this request ({type(error).__name__})")
+
+
+class ServerState:
+    """One server. tokenizer: of the checkpoint; vocab_size: of the model."""
+
+    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, vocab_size: int, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.vocab_size = vocab_size
+        self.metrics = ServerMetrics(settings.served_model_name[0])
+        self.defaults: dict[str, Any] = {}
+        if settings.generation_config == "auto":
+            self.defaults = {k: v for k, v in tokenizer.generation_config.items() if v is not None}
+            if self.defaults.get("do_sample") is False:
+                self.defaults["temperature"] = 0.0
+        self.grammars = GrammarBackend(tokenizer, vocab_size)
+        self.planner = ChatPlanner(
+            tokenizer, self.grammars, self.defaults, settings.default_chat_template_kwargs, settings.chat_template
+        )  # fmt: skip
+        self.draining = False
+        self.started = int(time.time())
+        self.num_active = 0
+        self._mean_seconds = 1.0
+        engine.on_stats = self.metrics.take_stats
+
+    # ------------------------------------------------------------------------------------------------ before a request
+    @property
+    def model_name(self) -> str:
+        return self.settings.served_model_name[0]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.ready.max_model_len if self.engine.ready else 0
+
+    @property
+    def unhealthy(self) -> str | None:
+        """Why requests cannot be taken; None when they can."""
+        if self.engine.death is not None:
+            return self.engine.death
+        if self.draining:
+            return "the server is shutting down"
+        return None if self.engine.is_ready else "the engine is starting"
+
+    def check(self, request: Any) -> None:
+        """What every generating endpoint asks first. Raises ApiError."""
+        if request.model is not None and request.model not in self.settings.served_model_name:
+            names = ", ".join(self.settings.served_model_name)
+            raise ApiError(404, f"the model {request.model!r} is not served here: {names}", param="model")
+        if getattr(request, "chat_template", None) is not None and not self.settings.trust_request_chat_template:
+            raise ApiError(400, "chat_template in a request needs --trust-request-chat-template", param="chat_template")
+        if (why := self.unhealthy) is not None:
+            raise ApiError(503, why, "ServiceUnavailableError", retry_after=1)
+
+    def admit(self, count: int = 1) -> None:
+        """Refuse what would only wait. Raises ApiError 429 with Retry-After."""
+        running = self.engine.ready.max_num_seqs if self.engine.ready else 1
+        limit = running + self.settings.max_queued_requests
+        if self.num_active + count > limit:
+            self.metrics.request_refused(429)
+            wait = max(1, min(60, round(self._mean_seconds * (self.num_active / max(1, running) - 1))))
+            raise ApiError(
+                429,
+                f"{self.num_active} requests run or wait, at most {limit} may (--max-num-seqs and --max-queued-requests)",
+                retry_after=wait,
+            )
+
+    async def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, add_bos)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_bos)
+
+    def check_ids(self, name: str, ids: Any) -> None:
+        wrong = next((i for i in ids or () if not 0 <= i < self.vocab_size), None)
+        if wrong is not None:
+            raise ApiError(400, f"{name} holds {wrong}: token ids from 0 to {self.vocab_size - 1} are needed", param=name)
+
+    def check_params(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Ids that the vocabulary does not have are refused before anything runs."""
+        self.check_ids("prompt", prompt_ids)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+            self.check_ids(name, getattr(params, name))
+
+    # ------------------------------------------------------------------------------------------------ a request
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, priority: int | None = None, cache_salt: str | None = None
+    ) -> AsyncIterator[list[wire.Output]]:
+        """Outputs of all n completions. Raises ApiError. Leaving early aborts."""
+        self.num_active += 1
+        began = time.monotonic()
+        counts = [0] * params.n
+        finished = 0
+        try:
+            self.check_params(prompt_ids, params)
+            self.metrics.request_started(len(prompt_ids))
+            add = wire.Add(request_id, prompt_ids, params, began, priority or 0, cache_salt)
+            async for outputs in self.engine.generate(add, params.n):
+                for output in outputs:
+                    counts[output.index] += len(output.token_ids)
+                    if output.finish_reason is not None:
+                        finished += 1
+                        cached = output.num_cached_tokens if output.index == 0 else 0
+                        self.metrics.request_finished(output.finish_reason, counts[output.index], cached, output.timings)
+                yield outputs
+            self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
+        except RequestRejected as error:
+            finished = params.n
+            raise ApiError(400, str(error)) from None
+        finally:
+            self.num_active -= 1
+            for _ in range(params.n - finished):
+                self.metrics.request_finished("abort", 0, 0, None)
+
+
+def new_id(prefix: str) -> str:
+    """prefix: with its separator, as OpenAI writes it (chatcmpl-, resp_)."""
+    return f"{prefix}{uuid.uuid4().hex}"
