@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +43,8 @@ class Request:
     num_inflight_tokens: output tokens that a scheduled step will produce and whose values the host has not seen yet.
     draft_token_ids: proposals for the tokens after the last known one, checked by the next part.
     block_hashes: prefix hashes of the known tokens' whole blocks, extended by the KV cache manager as needed.
-    arrival_index: order among equal arrival times, given by the scheduler."""
+    arrival_index: order among equal arrival times, given by the scheduler.
+    prompt_buffer: prompt_token_ids as C ints, which copy into a step's inputs without a loop."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -53,6 +55,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     arrival_time: float = field(default_factory=time.monotonic)
+    prompt_buffer: array[int] | None = None
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

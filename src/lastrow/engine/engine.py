@@ -6,6 +6,7 @@ on the device. Where the scheduler needs the tokens first (penalties, grammars, 
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -89,10 +90,11 @@ class LLMEngine:
         if priority and not self.priority_scheduling:
             raise ValueError(f"request {request_id}: priority is {priority}, but scheduling_policy is 'fcfs': start with priority")
         ids = list(prompt_token_ids)
-        self._check(request_id, ids, params, label_token_ids)
+        buffer = self._check(request_id, ids, params, label_token_ids)
         arrival = time.monotonic() if arrival_time is None else arrival_time
         requests = [
-            self._request(request_id, i, ids, params, prompt_rows, label_token_ids, priority, cache_salt, arrival) for i in range(params.n)
+            self._request(request_id, i, ids, params, prompt_rows, label_token_ids, priority, cache_salt, arrival, buffer)
+            for i in range(params.n)
         ]
         grammars = {request.request_id: self._grammar(request) for request in requests} if params.structured_outputs else {}
         self._num_requests += 1
@@ -107,7 +109,7 @@ class LLMEngine:
 
     def _request(
         self, request_id: str, index: int, ids: list[int], params: SamplingParams, prompt_rows: Sequence[int] | None,
-        label_token_ids: Sequence[int] | None, priority: int, cache_salt: str | None, arrival: float,
+        label_token_ids: Sequence[int] | None, priority: int, cache_salt: str | None, arrival: float, buffer: array[int],
     ) -> Request:  # fmt: skip
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.stop_token_ids)
         rows: Sequence[int] = () if prompt_rows is None else prompt_rows
@@ -120,7 +122,7 @@ class LLMEngine:
         elif params.prompt_logprobs is not None and index == 0:
             rows = range(len(ids) - 1)
         name = request_id if params.n == 1 else f"{index}_{request_id}"
-        return Request(name, ids, params, stops, rows, labels, priority, cache_salt, arrival)
+        return Request(name, ids, params, stops, rows, labels, priority, cache_salt, arrival, buffer)
 
     def prepare_grammars(self) -> GrammarBackend | None:
         """The compiler of structured outputs, made once (about a second for a large vocabulary); None without a tokenizer."""
@@ -142,7 +144,9 @@ class LLMEngine:
         # Far apart for neighbouring engine seeds; the uniform's hash does the rest.
         return (self._seed * 0x9E3779B97F4A7C15 + (self._num_requests << 16) + index) % 2**64
 
-    def _check(self, request_id: str, ids: list[int], params: SamplingParams, labels: Sequence[int] | None) -> None:
+    def _check(self, request_id: str, ids: list[int], params: SamplingParams, labels: Sequence[int] | None) -> array[int]:
+        """The prompt as C ints. Raises ValueError, in one line, for what can never be answered."""
+
         def need(ok: bool, message: str) -> None:
             if not ok:
                 raise ValueError(f"request {request_id}: {message}")
@@ -153,11 +157,13 @@ class LLMEngine:
 
         need(len(ids) > 0, "the prompt is empty, at least one token is needed")
         try:
-            array = np.asarray(ids)
-        except ValueError:
-            array = np.zeros(0)
-        need(array.ndim == 1 and array.dtype.kind in "iu", "prompt_token_ids must be a flat list of integers")
-        if array.min() < 0 or array.max() >= self.vocab_size:
+            buffer = array("i", ids)
+        except TypeError:
+            raise ValueError(f"request {request_id}: prompt_token_ids must be a flat list of 32-bit integers") from None
+        except OverflowError:
+            buffer = array("i", (-1,))
+        values = np.frombuffer(buffer, np.int32)
+        if values.min() < 0 or values.max() >= self.vocab_size:
             need_ids("the prompt", ids)
         for name in ("logprob_token_ids", "allowed_token_ids", "stop_token_ids", "logit_bias"):
             need_ids(name, getattr(params, name) or ())
@@ -172,6 +178,7 @@ class LLMEngine:
             "logprob_token_ids with max_tokens=0 and prompt_logprobs: ask in two requests",
         )
         need(params.max_tokens != 0 or params.n == 1, f"n is {params.n} with max_tokens=0: there is one answer")
+        return buffer
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests in any state and give their blocks back. Returns their last outputs; unknown ids are ignored."""
@@ -208,6 +215,11 @@ class LLMEngine:
         """Steps that may stay unread: none while drafts are wanted, because they continue tokens that the host must know."""
         speculator = self.runner.speculator
         return 0 if speculator is not None and speculator.is_drafting else self.depth
+
+    def launch_ahead(self) -> None:
+        """Launch a step without reading one, where the device works by itself and has nothing to do."""
+        if self.depth and not self._in_flight:
+            self._launch()
 
     def _launch(self) -> bool:
         scheduled = self.scheduler.schedule()

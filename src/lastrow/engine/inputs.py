@@ -115,6 +115,8 @@ class InputBatch:
         device: torch.device | str,
         attention_plans: tuple[AttentionPlan, AttentionPlan] = ("auto", "auto"),
     ) -> None:
+        if block_size & (block_size - 1):
+            raise ValueError(f"block_size is {block_size}: a power of two is needed")
         self.device = torch.device(device)
         self.block_size = block_size
         columns = _round_up(-(-max_model_len // block_size), TABLE_COLUMNS)
@@ -152,7 +154,7 @@ class InputBatch:
     def prepare(self, out: SchedulerOutput) -> StepInputs:
         """The tensors of a step whose requests all have slots."""
         parts = _row_order(out)
-        slots = np.fromiter((self.slot_of[part.request.request_id] for part in parts), np.int64, len(parts))
+        slots = np.fromiter((self.slot_of[part.request.request_id] for part in parts), np.int32, len(parts))
         new_blocks = self._update_tables(parts, slots.tolist())
         plan = _RowPlan(parts)
         copies = _copies(parts)
@@ -185,15 +187,17 @@ class InputBatch:
         positions, sequence, take = plan.positions, slots[plan.sequence], plan.logits_indices
         ids = np.empty(plan.num_tokens, np.int32)
         _token_ids(parts, plan.starts, ids)
-        block, offset = positions // self.block_size, positions % self.block_size
+        # int32, shifts and flat indices: a step of 64k tokens is on the card's critical path
+        entry = sequence * np.int32(self.tables[0].shape[1]) + (positions >> np.int32(self.block_size.bit_length() - 1))
+        offset = positions & np.int32(self.block_size - 1)
         row_slots = np.full(plan.num_rows, self.null_slot)
         row_slots[plan.sample_rows] = sequence[take[plan.sample_rows]]
         return {
             "ids": ids,
             "positions": positions,
             "seq_index": sequence,
-            "slots_full": self.tables[0][sequence, block] * self.block_size + offset,
-            "slots_sliding": self.tables[1][sequence, block] * self.block_size + offset,
+            "slots_full": self.tables[0].reshape(-1).take(entry) * np.int32(self.block_size) + offset,
+            "slots_sliding": self.tables[1].reshape(-1).take(entry) * np.int32(self.block_size) + offset,
             "logits_indices": take.view(np.int32),
             "row_positions": positions[take],
             "row_seqs": sequence[take],
@@ -289,10 +293,11 @@ class _RowPlan:
         self.num_tokens = int(self.starts[-1])
         self.kv_lens = tuple((starts + lens).tolist())
         if self.num_tokens == len(parts):
-            self.sequence, self.positions = np.arange(len(parts)), starts
+            self.sequence, self.positions = np.arange(len(parts), dtype=np.int32), starts.astype(np.int32)
         else:
-            self.sequence = np.repeat(np.arange(len(parts)), lens)
-            self.positions = np.arange(self.num_tokens) + np.repeat(starts - self.starts[:-1], lens)
+            self.sequence = np.repeat(np.arange(len(parts), dtype=np.int32), lens)
+            shift = (starts - self.starts[:-1]).astype(np.int32)
+            self.positions = np.arange(self.num_tokens, dtype=np.int32) + np.repeat(shift, lens)
         self.row_lens = tuple([len(part.rows) for part in parts if len(part.rows)])
         self.num_with_rows, self.num_rows = len(self.row_lens), sum(self.row_lens)
         self.num_single = next((i for i, count in enumerate(self.row_lens) if count != 1), self.num_with_rows)
@@ -342,7 +347,14 @@ def _token_ids(parts: Sequence[ScheduledRequest], starts: np.ndarray, out: np.nd
             else:
                 singles.append(request.output_token_ids[behind] if behind < len(request.output_token_ids) else -1)
             continue
-        out[bounds[i] : bounds[i + 1]] = request.token_ids(start, part.end)
+        if request.prompt_buffer is not None and part.end <= len(request.prompt_buffer):
+            out[bounds[i] : bounds[i + 1]] = np.frombuffer(request.prompt_buffer, np.int32)[start : part.end]
+            continue
+        buffer = request.prompt_buffer
+        if buffer is not None and part.end <= len(buffer):
+            out[bounds[i] : bounds[i + 1]] = np.frombuffer(buffer, np.int32)[start : part.end]
+        else:
+            out[bounds[i] : bounds[i + 1]] = request.token_ids(start, part.end)
         if part.draft_token_ids:
             out[bounds[i + 1] - len(part.draft_token_ids) : bounds[i + 1]] = part.draft_token_ids
     out[: len(singles)] = singles

@@ -19,6 +19,9 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 
 
+LAUNCH_TOKENS = 16384  # a first step of this size pays for its own pass behind the cut
+
+
 class LLM:
     """A model ready to generate.
 
@@ -53,11 +56,15 @@ class LLM:
             raise ValueError(f"priority has {len(order)} entries for {len(items)} prompts")
         ids: list[str] = []
         try:
-            for item, p, rank in zip(items, params, order, strict=True):
-                text, tokens = self._tokens(item)
+            texts = [self._tokens(item) for item in items]
+            left, waiting = sum(len(tokens) for _, tokens in texts), 0
+            for (text, tokens), p, rank in zip(texts, params, order, strict=True):
                 request_id = str(next(self._ids))
                 self.engine.add_request(request_id, tokens, p, prompt=text, priority=rank)
                 ids.append(request_id)
+                left, waiting = left - len(tokens), waiting + len(tokens)
+                if waiting >= LAUNCH_TOKENS and left >= 2 * LAUNCH_TOKENS:
+                    self.engine.launch_ahead()  # the card starts while the other prompts are being prepared
             finished = self._run(len(ids))
             done = {out.request_id: out for out in (track(finished, "generating", total=len(ids)) if use_tqdm else finished)}
         except BaseException:
