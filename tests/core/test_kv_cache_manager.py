@@ -324,6 +324,19 @@ def test_a_fork_from_before_the_parents_window_is_computed_like_any_request() ->
     harness.drain()
 
 
+def test_there_is_nothing_to_fork_beyond_the_computed_tokens_or_without_blocks() -> None:
+    harness = make(block_size=4)
+    parent, child = harness.add(harness.request([1] * 9, max_tokens=3)), harness.request([1] * 10 + [2])
+    assert not harness.manager.fork(parent, child, 4), "the parent has not run"
+    harness.schedule()
+    assert not harness.manager.fork(parent, child, 10) and not harness.manager.fork(parent, child, 0)
+    assert not harness.manager.holds_blocks(child) and child.num_computed_tokens == 0
+    assert harness.manager.fork(parent, child, 9)
+    harness.manager.free(child)
+    child.num_computed_tokens = 0
+    harness.drain()
+
+
 def test_forked_blocks_survive_their_parent_and_are_shared_once_by_all_siblings() -> None:
     harness = make(block_size=4, window=8)
     parent = harness.add(harness.request([1] * 20, label_token_ids=()))

@@ -274,13 +274,42 @@ def test_priority_decides_who_is_preempted() -> None:
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
-    harness = make(full=1 + 4)
+    harness = make(full=1 + 4, max_num_seqs=2)
     harness.add(harness.request([1] * 7, max_tokens=9))
     harness.add(harness.request([2] * 7, max_tokens=9))
+    harness.step()
+    urgent = harness.add(harness.request([3], max_tokens=1, priority=-1))
     while not harness.schedule().preempted:
         harness.deliver()
-    assert len(harness.last.scheduled) == 1 and harness.scheduler.num_waiting == 1
+    assert len(harness.last.scheduled) == 1 and urgent.status is RequestStatus.WAITING
+    harness.deliver()
+    assert urgent in [part.request for part in harness.schedule().scheduled]
     harness.drain()
+
+
+def test_later_requests_take_no_further_tokens_while_an_earlier_one_waits_for_their_blocks() -> None:
+    harness = make(full=1 + 4, depth=2)
+    first = harness.add(harness.request([1] * 7, max_tokens=9))
+    second = harness.add(harness.request([2] * 5, max_tokens=9))
+    harness.schedule()
+    harness.schedule()
+    assert harness.schedule().is_empty, "the second still has room for a token, but then could not be preempted for the first"
+    harness.deliver()
+    harness.deliver()
+    assert [part.request for part in harness.schedule().scheduled] == [first] and second.num_preemptions == 1
+    harness.drain()
+
+
+def test_a_request_whose_last_result_is_in_flight_is_not_preempted() -> None:
+    harness = make(full=1 + 4, depth=2)
+    first = harness.add(harness.request([1] * 7, max_tokens=9))
+    harness.schedule()
+    harness.deliver()
+    done = harness.add(harness.request([2] * 5, label_token_ids=()))
+    assert shape(harness.schedule()) == [("r1", 7, 1), ("r2", 0, 5)]
+    assert harness.schedule().is_empty and done.status is RequestStatus.RUNNING, "the first needs a third block"
+    harness.drain()
+    assert done.num_preemptions == 0 and first.num_preemptions == 0
 
 
 def test_a_prompt_that_could_not_be_completed_now_is_not_begun() -> None:
