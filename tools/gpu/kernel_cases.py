@@ -10,6 +10,7 @@ from lastrow.kernels import (
     add_norm,
     attention,
     attention_rows,
+    attention_ws,
     decode_attention,
     embedding,
     geglu,
@@ -130,6 +131,9 @@ for _form in STORAGE:
         f"rows full {_form}": _attention(attention_rows.triton, 8, 1, 512, 0, _form),
     }
 CASES |= {
+    "ws sliding": _attention(attention_ws.triton, 8, 1, 256, 512, "auto"),
+    "ws sliding from registers": _attention(attention_ws.triton, 8, 1, 256, 512, "auto", config=attention_ws.WsConfig(64, 256)),
+    "ws full": _attention(attention_ws.triton, 8, 1, 512, 0, "auto"),
     "decode sharing": _decode(8, 1, 256, 512, "auto", own=False),
     "decode 31B": _decode(32, 4, 512, 0, "auto"),
     "qkv 31B sliding": _qkv(32, 16, 256, "auto"),

@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class TritonOps:
-    """`counts`: kernel -> calls. batch_invariant: `linear` never lets the number of rows choose a row's order of summation;
+    """`counts`: kernel -> calls. attention_kernel: "ws" where attention_ws supports the shape, or "tiled" everywhere. batch_invariant: `linear` never lets the number of rows choose a row's order of summation;
     which attention kernel reads a row is then said by `QueryRows.plan`."""
 
     name = "triton"
@@ -46,6 +46,11 @@ class TritonOps:
         check_device(torch.device(device), dtype)
         self.batch_invariant = batch_invariant
         self.counts: Counter[str] = Counter()
+        self._ws = None
+        if not INTERPRETED and attention_kernel == "ws":
+            from lastrow.kernels import attention_ws  # Gluon: neither on laptops nor in the interpreter
+
+            self._ws = attention_ws
         self._counters: dict[torch.device, torch.Tensor] = {}
 
     def embedding(self, ids, table, scale, norm_weight, eps):
@@ -87,8 +92,9 @@ class TritonOps:
             self.counts["attention_rows"] += 1
             attention_rows.triton(q[:split], kv, rows, block_table, window, out=out[:split])
         if split < sum(rows.q_lens):
-            self.counts["attention"] += 1
-            attention.triton(q, kv, rows, block_table, window, out=out)
+            ws = self._ws if self._ws is not None and self._ws.supported(q, kv) else None
+            self.counts["attention_ws" if ws else "attention"] += 1
+            (ws or attention).triton(q, kv, rows, block_table, window, out=out)
         return out
 
     def decode_attention(self, qkv, rows, rope, q_weight, head_dim, eps, kv, block_table, window, k_weight=None, slots=None, k_eq_v=False):
