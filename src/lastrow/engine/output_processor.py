@@ -68,6 +68,7 @@ class CompletionState:
     def _detokenize(self, detokenizer: IncrementalDetokenizer, finished: bool) -> str | None:
         params = self.request.sampling_params
         pending, self._pending = self._pending, []
+        behind = len(pending)
         if self.finish_reason is FinishReason.STOP and pending and not params.include_stop_str_in_output:
             pending = pending[:-1]  # the stop token has no text, as in vLLM
         if not self.stops:
@@ -77,10 +78,22 @@ class CompletionState:
         count = len(self.request.output_token_ids) - len(pending)
         for token in pending:
             count += 1
+            behind -= 1
             searched = self._add_text(detokenizer.append([token]), count > params.min_tokens)
             if searched is not None:
+                self._drop_tokens(behind)
                 return searched
         return self._add_text(detokenizer.flush(), count > params.min_tokens) if finished else None
+
+    def _drop_tokens(self, count: int) -> None:
+        """Take back the last tokens: a step with drafts can bring more than the one that completes a stop string."""
+        if not count:
+            return
+        del self.request.output_token_ids[-count:]
+        if self.logprobs is not None:
+            del self.logprobs[-count:]
+            of = zip(self.request.output_token_ids, self.logprobs, strict=True)
+            self.cumulative_logprob = sum((entry[token].logprob for token, entry in of), 0.0)
 
     def _add_text(self, new: str, search: bool) -> str | None:
         if not new:

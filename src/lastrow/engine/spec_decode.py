@@ -44,11 +44,12 @@ def best_length(rate: float, cost: float, most: int) -> int:
 
 
 class AcceptanceRate:
-    """Share of tested drafts that stood, recent ones weighing more. A draft behind a rejected one was not tested."""
+    """Share of tested drafts that stood, recent ones weighing more; the prior fades with them. A draft behind a rejected one was not
+    tested."""
 
     def __init__(self, forget: float, prior: float) -> None:
-        self.forget, self.prior = forget, prior
-        self._stood = self._tested = 0.0
+        self.forget = forget
+        self._stood, self._tested = PRIOR_WEIGHT * prior, PRIOR_WEIGHT
 
     def observe(self, drafted: int, stood: int) -> None:
         self._stood = self._stood * self.forget + stood
@@ -56,7 +57,7 @@ class AcceptanceRate:
 
     @property
     def value(self) -> float:
-        return (self._stood + PRIOR_WEIGHT * self.prior) / (self._tested + PRIOR_WEIGHT)
+        return self._stood / self._tested
 
 
 class DraftLength:

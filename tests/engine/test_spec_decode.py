@@ -1,0 +1,214 @@
+"""Speculative decoding in the engine: the same tokens as without drafts, in every company.
+
+The stub model's logits are a hash of every token a row may see, so one wrong slot, position or rolled-back block changes all that
+follows. Its drafter reads the same memory through the same tables and guesses right with a given probability."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.stub_engine import BLOCK, VOCAB, WINDOW, StubModel, check_idle, stub_engine, stub_logits
+from lastrow.core.sampling_params import SamplingParams
+from lastrow.engine.engine import LLMEngine
+from lastrow.engine.proposers import AssistantProposer, NgramProposer
+from lastrow.engine.spec_decode import Speculator
+from lastrow.kernels.rows import QueryRows
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+class StubAssistant:
+    """Drafts the target's greedy continuation of what it reads; each draft is replaced by another token with probability 1 - right."""
+
+    def __init__(self, model: StubModel, right: float) -> None:
+        self.model, self.right = model, right
+        self.rng = random.Random(1)
+        self.read: list[list[int]] = []
+
+    def draft(self, token_ids: torch.Tensor, hidden: torch.Tensor, rows: QueryRows, pool: None, num_tokens: int) -> torch.Tensor:
+        return torch.tensor([self._row(int(t), rows, i, num_tokens) for i, t in enumerate(token_ids)], dtype=torch.int32)
+
+    def _row(self, token: int, rows: QueryRows, i: int, num_tokens: int) -> list[int]:
+        end, slot = int(rows.positions[i]) + 1, int(rows.seq_index[i])
+        assert rows.kv_lens[i] >= end
+        at = np.arange(end)
+        full, sliding = (
+            memory[table[slot].numpy()[at // BLOCK] * BLOCK + at % BLOCK]
+            for memory, table in zip(self.model.memory, rows.block_tables, strict=True)
+        )
+        assert (sliding[-WINDOW:] == full[-WINDOW:]).all(), "the drafter's window holds blocks that were given away"
+        text = [*full.tolist(), token]
+        self.read.append(list(text))
+        for _ in range(num_tokens):
+            best = int(stub_logits(text).argmax())
+            text.append(best if self.rng.random() < self.right else self.rng.randrange(VOCAB))
+        return text[-num_tokens:]
+
+
+def speculating(right: float = 0.7, most: int = 4, adaptive: bool = False, **options) -> tuple[LLMEngine, StubAssistant]:
+    engine = stub_engine(**options)
+    assistant = StubAssistant(engine.runner.model, right)
+    proposer = AssistantProposer(assistant, None, engine.runner.inputs.block_tables)
+    engine.runner.speculator = Speculator(proposer, most, adaptive)
+    return engine, assistant
+
+
+def run(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]], abort: dict[int, int] | None = None, rng=None):
+    """Outputs by request number. abort: step -> request. Requests arrive a few at a time where rng is given."""
+    outputs, waiting, step = {}, list(enumerate(requests)), 0
+    while waiting or engine.has_unfinished_requests:
+        for _ in range(len(waiting) if rng is None else rng.randint(0, 2)):
+            if waiting:
+                i, (prompt, params) = waiting.pop(0)
+                engine.add_request(f"{i}", prompt, params)
+        for output in engine.step():
+            outputs[int(output.request_id)] = output.outputs
+        if abort and step in abort:
+            engine.abort(f"{abort[step]}")
+        step += 1
+    check_idle(engine)
+    return outputs
+
+
+def tokens(outputs) -> dict[int, list[list[int]]]:
+    return {i: [completion.token_ids for completion in completions] for i, completions in outputs.items()}
+
+
+def test_right_drafts_are_all_kept_and_save_the_steps_they_should() -> None:
+    prompt = [3, 4, 5]
+    plain = tokens(run(stub_engine(), [(prompt, GREEDY)]))
+    engine, _ = speculating(right=1.0, most=3)
+    assert tokens(run(engine, [(prompt, GREEDY)])) == plain
+    stats = engine.runner.speculator.stats
+    # the prompt brings one token, then 4 + 4 of 3 drafts each, and the last three of 2 (one more would pass max_tokens)
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 8, 8)
+    assert stats.mean_accepted_length == 11 / 3 and stats.num_plain_steps == 1
+    assert engine.runner.stats.steps == 4
+
+
+def test_wrong_drafts_cost_rows_and_nothing_else() -> None:
+    prompt = [3, 4, 5]
+    plain = tokens(run(stub_engine(), [(prompt, GREEDY)]))
+    engine, assistant = speculating(right=0.0)
+    assert tokens(run(engine, [(prompt, GREEDY)])) == plain
+    text = prompt + plain[0][0]
+    assert all(read == text[: len(read)] for read in assistant.read)
+
+
+@pytest.mark.parametrize("right", [0.3, 0.7, 0.95])
+def test_the_drafter_reads_what_was_accepted_and_nothing_that_was_not(right: float) -> None:
+    """Long enough for the window to pass many times, after partial accepts of every length."""
+    params = replace(GREEDY, max_tokens=50)
+    prompts = [[3, 4, 5], [9] * 11, [7]]
+    engine, assistant = speculating(right, most=5)
+    outputs = tokens(run(engine, [(p, params) for p in prompts]))
+    texts = [p + outputs[i][0] for i, p in enumerate(prompts)]
+    assert tokens(run(stub_engine(), [(p, params) for p in prompts])) == outputs
+    assert all(any(read == text[: len(read)] for text in texts) for read in assistant.read)
+    stats = engine.runner.speculator.stats
+    # at least 27 tries at the first position: 0.25 is more than two and a half standard errors
+    assert stats.acceptance_rates[0] == pytest.approx(right, abs=0.25)
+    assert stats.num_accepted_tokens_per_pos == sorted(stats.num_accepted_tokens_per_pos, reverse=True)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Any mix of what a sampler can be asked."""
+    options = {"max_tokens": rng.randint(1, 24), "temperature": rng.choice([0.0, 0.0, 0.7, 1.3]), "ignore_eos": rng.random() < 0.5}
+    if rng.random() < 0.5:
+        options["seed"] = rng.randrange(1000)
+    for name, values in {
+        "top_k": [3, 8], "top_p": [0.6, 0.9], "min_p": [0.05], "presence_penalty": [0.8, -0.5], "frequency_penalty": [0.4],
+        "repetition_penalty": [1.4], "logit_bias": [{5: 4.0, 6: -3.0}], "allowed_token_ids": [list(range(0, VOCAB, 2))],
+        "bad_words": [["ab", " c"]], "stop_token_ids": [[11, 12]], "stop": [["b", " d"]], "logprobs": [0, 3], "n": [2],
+    }.items():  # fmt: skip
+        if rng.random() < 0.2:
+            options[name] = rng.choice(values)
+    if rng.random() < 0.2:
+        options["min_tokens"] = rng.randint(1, options["max_tokens"])
+    if rng.random() < 0.15 and options.get("n", 1) == 1:
+        options["prompt_logprobs"] = 2
+    return SamplingParams(**options)
+
+
+def random_requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that share beginnings, so that prefix hits happen."""
+    shared = [rng.randrange(3, VOCAB) for _ in range(24)]
+    requests = []
+    for _ in range(count):
+        prompt = shared[: rng.choice([0, 8, 12, 24])] + [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 9))]
+        requests.append((prompt, random_params(rng)))
+    return requests
+
+
+@pytest.mark.parametrize("proposer", ["assistant", "ngram"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_mixes_give_the_tokens_and_logprobs_of_plain_decoding(seed: int, proposer: str) -> None:
+    rng = random.Random(seed)
+    requests = random_requests(rng, 14)
+    alone = run(stub_engine(), requests)
+    options = {
+        "full_blocks": rng.choice([28, 64]), "sliding_blocks": rng.choice([20, 64]), "max_num_batched_tokens": rng.choice([7, 16, 40]),
+        "prefix_caching": rng.random() < 0.7, "async_scheduling": rng.random() < 0.5,
+    }  # fmt: skip
+    engine, _ = speculating(rng.choice([0.5, 0.9]), rng.randint(1, 6), rng.random() < 0.5, **options)
+    if proposer == "ngram":
+        engine.runner.speculator = Speculator(NgramProposer(1, 3), 4, rng.random() < 0.5)
+    together = run(engine, requests, rng=rng)
+    assert tokens(together) == tokens(alone)
+    for i, completions in alone.items():
+        for got, expected in zip(together[i], completions, strict=True):
+            assert (got.text, got.finish_reason, got.stop_reason) == (expected.text, expected.finish_reason, expected.stop_reason)
+            assert got.logprobs == expected.logprobs
+            assert got.cumulative_logprob == expected.cumulative_logprob
+    assert not engine.runner.speculator._lengths, "a finished request is remembered"
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_aborts_leave_nothing_behind_and_the_others_alone(async_scheduling: bool) -> None:
+    params = replace(GREEDY, max_tokens=30)
+    requests = [([3 + i, 4, 5], params) for i in range(5)]
+    plain = tokens(run(stub_engine(), requests))
+    engine, _ = speculating(0.7, adaptive=True, async_scheduling=async_scheduling)
+    outputs = tokens(run(engine, requests, abort={2: 0, 5: 3, 6: 4}))
+    assert outputs[1] == plain[1] and outputs[2] == plain[2]
+    engine.step()
+    assert not engine.runner.speculator._lengths
+
+
+def test_preempted_requests_draft_again() -> None:
+    """Three requests of up to 43 tokens in a pool of 88: some are preempted, with drafts pending."""
+    params = replace(GREEDY, max_tokens=40)
+    requests = [([3 + i, 4, 5], params) for i in range(3)]
+    engine, _ = speculating(0.8, full_blocks=23)
+    assert tokens(run(engine, requests)) == tokens(run(stub_engine(), requests))
+    assert engine.scheduler.counters.preemptions > 0
+    assert engine.runner.speculator.stats.mean_accepted_length > 2
+
+
+def test_a_stream_shows_every_token_once_however_many_a_step_brings() -> None:
+    engine, _ = speculating(1.0)
+    engine.add_request("0", [3, 4, 5], GREEDY, stream=True)
+    seen, steps = [], 0
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            seen.append(list(output.outputs[0].token_ids))
+            steps += 1
+    plain = tokens(run(stub_engine(), [([3, 4, 5], GREEDY)]))[0][0]
+    assert seen[-1] == plain and all(seen[i] == plain[: len(seen[i])] for i in range(len(seen))) and steps < len(plain)
+
+
+def test_drafting_switches_off_where_it_does_not_pay_and_steps_overlap_again() -> None:
+    engine, _ = speculating(0.0, adaptive=True, async_scheduling=True)
+    engine.add_request("0", [3, 4, 5], replace(GREEDY, max_tokens=50))
+    overlapping = 0
+    while engine.has_unfinished_requests:
+        engine.step()
+        overlapping += len(engine._in_flight)
+    stats = engine.runner.speculator.stats
+    assert stats.num_switched_off >= 1 and stats.num_plain_steps > 20 and overlapping > 10
+    check_idle(engine)
