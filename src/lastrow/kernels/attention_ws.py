@@ -80,10 +80,10 @@ def softmax(s, m, total, n0, first, last, pos, cols, BN: gl.constexpr, WINDOW: g
         partial = partial | (n0 < last - WINDOW + 1)
     if partial:
         d = pos[:, None] - (n0 + cols)[None, :]
+        visible = d >= 0
         if WINDOW > 0:
-            s = gl.where((d >= 0) & (d < WINDOW), s, float("-inf"))
-        else:
-            s = gl.where(d >= 0, s, float("-inf"))
+            visible = visible & (d < WINDOW)
+        s = gl.where(visible, s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     p = gl.exp2(s * L2E - (m_new * L2E)[:, None])
     alpha = gl.exp2((m - m_new) * L2E)
@@ -205,10 +205,9 @@ def ws_attention_kernel(
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, DV], v_desc.layout)
+    o_smem = q_smem
     if PARTS > 0:
         o_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, DV // PARTS], o_desc.layout)
-    else:
-        o_smem = q_smem
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

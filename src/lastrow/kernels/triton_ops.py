@@ -15,6 +15,7 @@ from lastrow.kernels import (
     decode_attention,
     embedding,
     geglu,
+    gemv,
     head,
     matmul,
     ple_gate,
@@ -36,14 +37,22 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class TritonOps:
-    """`counts`: kernel -> calls. attention_kernel: "ws" where attention_ws supports the shape, or "tiled" everywhere. batch_invariant: `linear` never lets the number of rows choose a row's order of summation;
-    which attention kernel reads a row is then said by `QueryRows.plan`."""
+    """`counts`: kernel -> calls. batch_invariant: `linear` never lets the number of rows choose a row's order of summation;
+    which attention kernel reads a row is then said by `QueryRows.plan`. attention_kernel: "ws" where attention_ws supports
+    the shape, or "tiled" everywhere."""
 
     name = "triton"
     pack_gate_up = staticmethod(geglu.pack)
 
-    def __init__(self, batch_invariant: bool = False, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        batch_invariant: bool = False,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+        attention_kernel: Literal[ws, tiled] = "ws",
+    ) -> None:
         check_device(torch.device(device), dtype)
+        self.dtype = dtype
         self.batch_invariant = batch_invariant
         self.counts: Counter[str] = Counter()
         self._ws = None
@@ -83,6 +92,20 @@ class TritonOps:
     def qkv_epilogue(self, *args, **kwargs):
         self.counts["qkv_epilogue"] += 1
         return qkv_epilogue.triton(*args, **kwargs)
+
+    def fuses_decode(self, rows: QueryRows) -> bool:
+        """True where `decode_attention` reads these rows: few of them, one per sequence. Its bits are not those of `attention`,
+        so batch invariance does without it."""
+        single = rows.num_single == len(rows.q_lens) == rows.num_rows
+        return single and not self.batch_invariant and rows.plan != "tiled" and 0 < rows.num_rows <= MAX_DECODE_ROWS
+
+    @property
+    def has_gemv(self) -> bool:
+        return not self.batch_invariant and self.dtype is torch.bfloat16
+
+    def gemv(self, x, weight, **around):
+        self.counts["gemv"] += 1
+        return gemv.triton(x, weight, pdl=x.is_cuda, **around)
 
     def attention(self, q: torch.Tensor, kv: PagedKV, rows: QueryRows, block_table: torch.Tensor, window: int) -> torch.Tensor:
         """As attention.reference; `rows` says which sequences go to which kernel (two launches in a mixed batch)."""
