@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ class TritonOps:
         batch_invariant: bool = False,
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
-        attention_kernel: Literal[ws, tiled] = "ws",
+        attention_kernel: Literal["ws", "tiled"] = "ws",
     ) -> None:
         check_device(torch.device(device), dtype)
         self.dtype = dtype
