@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_a_request_stops_drafting_where_it_does_not_pay_and_tries_again() -> Non
         asked.append(length.current)
         length.observe(asked[-1], 0, 1)
     tries = [i for i, k in enumerate(asked) if k]
-    pauses = [b - a - 1 for a, b in zip(tries, tries[1:], strict=False) if b > a + 1]
+    pauses = [b - a - 1 for a, b in pairwise(tries) if b > a + 1]
     assert asked[0] == 3 and pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
     assert length.num_switched_off == len(pauses) + 1 and sum(asked) < 40
     waited = 0
