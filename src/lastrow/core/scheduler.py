@@ -128,7 +128,7 @@ class Scheduler:
             if blocks > pool.num_usable_blocks:
                 raise ValueError(
                     f"{name}: {most} tokens (prompt {prompt} and output) need {blocks} blocks of the {group} group, the whole pool has "
-                    f"{pool.num_usable_blocks}; lower max_tokens or give the KV cache more memory"
+                    f"{pool.num_usable_blocks}; lower max_tokens or raise kv_cache_memory_bytes or gpu_memory_utilization"
                 )
 
     def _check_fork(self, request: Request, fork_of: str, num_tokens: int) -> Request:

@@ -350,11 +350,7 @@ def _token_ids(parts: Sequence[ScheduledRequest], starts: np.ndarray, out: np.nd
         if request.prompt_buffer is not None and part.end <= len(request.prompt_buffer):
             out[bounds[i] : bounds[i + 1]] = np.frombuffer(request.prompt_buffer, np.int32)[start : part.end]
             continue
-        buffer = request.prompt_buffer
-        if buffer is not None and part.end <= len(buffer):
-            out[bounds[i] : bounds[i + 1]] = np.frombuffer(buffer, np.int32)[start : part.end]
-        else:
-            out[bounds[i] : bounds[i + 1]] = request.token_ids(start, part.end)
+        out[bounds[i] : bounds[i + 1]] = request.token_ids(start, part.end)
         if part.draft_token_ids:
             out[bounds[i + 1] - len(part.draft_token_ids) : bounds[i + 1]] = part.draft_token_ids
     out[: len(singles)] = singles

@@ -73,6 +73,10 @@ class TokenCounts:
         return ids, np.concatenate((counts, np.array([extra[token] for token in new], np.float32)))
 
 
+NO_IDS = np.zeros(0, np.int64)
+NO_COUNTS = TokenCounts()
+
+
 class RequestSampling:
     """Sampling state of one request while it has a slot; rebuilt from the request after a preemption.
 
@@ -90,14 +94,15 @@ class RequestSampling:
         self.request = request
         self.vocab_size = vocab_size
         self.grammar = grammar
-        self.seed = request_seed(request)
+        self.seed = 0 if params.is_greedy else request_seed(request)
         self.num_logprobs = params.logprobs
         self.logprob_token_ids = list(params.logprob_token_ids or ())
-        self.bias_ids = np.fromiter(params.logit_bias or (), np.int64)
-        self.bias_values = np.fromiter((params.logit_bias or {}).values(), np.float32)
+        bias = params.logit_bias
+        self.bias_ids = np.fromiter(bias, np.int64) if bias else NO_IDS
+        self.bias_values = np.fromiter(bias.values(), np.float32) if bias else NO_IDS
         self.bad_words = bad_word_ids(params.bad_words or (), encode)
-        self.stop_ids = np.fromiter(sorted(request.stop_token_ids), np.int64)
         self.min_tokens = params.min_tokens
+        self.stop_ids = np.fromiter(sorted(request.stop_token_ids), np.int64) if self.min_tokens else NO_IDS
         self.disallowed: torch.Tensor | None = None
         if params.allowed_token_ids is not None:
             mask = np.ones(vocab_size, bool)
@@ -105,8 +110,8 @@ class RequestSampling:
             self.disallowed = upload(mask, device)
         self.presence, self.frequency = params.presence_penalty, params.frequency_penalty
         self.repetition = params.repetition_penalty
-        self.output_counts = TokenCounts()
-        self.prompt_ids = np.unique(np.array(request.prompt_token_ids, np.int64)) if self.repetition != 1.0 else self.bias_ids[:0]
+        self.output_counts = TokenCounts() if self.presence or self.frequency or self.repetition != 1.0 else NO_COUNTS
+        self.prompt_ids = np.unique(np.array(request.prompt_token_ids, np.int64)) if self.repetition != 1.0 else NO_IDS
         self.flags = self._flags()
 
     def _flags(self) -> int:
