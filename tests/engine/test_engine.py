@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -193,7 +194,30 @@ def test_a_seedless_request_repeats_with_the_engine_seed_and_its_number() -> Non
     assert first == tokens() and len({tuple(t) for t in first}) == 3
 
 
-def test_prompt_lists_of_numpy_integers_are_token_ids() -> None:
+def test_numpy_prompts_are_token_ids() -> None:
     engine = stub_engine()
-    engine.add_request("r", np.array([3, 4, 5]), GREEDY)
-    assert len(run(engine)[0].outputs[0].token_ids) == 8
+    engine.add_request("a", np.array([3, 4, 5]), GREEDY)
+    engine.add_request("b", [np.int32(3), np.int64(4), 5], GREEDY)
+    a, b = run(engine)
+    assert a.outputs[0].token_ids == b.outputs[0].token_ids and type(a.prompt_token_ids[0]) is int
+
+
+def test_priority_needs_its_policy_and_decides_who_runs_first() -> None:
+    engine = stub_engine(max_num_seqs=1)
+    for name, priority in (("late", 5), ("normal", 0), ("first", -1)):
+        engine.add_request(name, [3, 4], GREEDY, priority=priority)
+    assert [output.request_id for output in run(engine)] == ["first", "normal", "late"]
+    engine.priority_scheduling = False
+    with pytest.raises(ValueError, match="priority is 1, but scheduling_policy is 'fcfs'"):
+        engine.add_request("r", [3], GREEDY, priority=1)
+
+
+def test_a_stream_of_n_completions_shows_all_of_them_each_time() -> None:
+    engine = stub_engine(async_scheduling=True)
+    engine.add_request("s", [3, 4, 5], SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=6, ignore_eos=True), stream=True)
+    outputs = run(engine)
+    assert all(len(output.outputs) == 2 for output in outputs) and [o.finished for o in outputs].count(True) == 1
+    for before, after in pairwise(outputs):
+        for old, new in zip(before.outputs, after.outputs, strict=True):
+            assert new.token_ids[: len(old.token_ids)] == old.token_ids
+    assert [len(c.token_ids) for c in outputs[-1].outputs] == [6, 6]

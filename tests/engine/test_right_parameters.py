@@ -99,6 +99,7 @@ def test_each_request_gets_what_it_gets_alone(seed: int, async_scheduling: bool)
     engine = stub_engine(
         full_blocks=18, sliding_blocks=15, max_num_batched_tokens=rng.choice([7, 16, 40]), async_scheduling=async_scheduling
     )
+    engine.runner._logit_rows = rng.choice([3, 1000])  # rows of prompt logprobs that share one pass through the head
     stem = [rng.randrange(VOCAB) for _ in range(24)]
     waiting = {}
     for i in range(24):

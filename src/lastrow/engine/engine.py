@@ -66,7 +66,7 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
         *,
         prompt: str | None = None,
@@ -89,7 +89,7 @@ class LLMEngine:
             raise ValueError(f"request {request_id}: a request with this id is not finished yet")
         if priority and not self.priority_scheduling:
             raise ValueError(f"request {request_id}: priority is {priority}, but scheduling_policy is 'fcfs': start with priority")
-        ids = list(prompt_token_ids)
+        ids = prompt_token_ids.tolist() if isinstance(prompt_token_ids, np.ndarray) else list(prompt_token_ids)
         buffer = self._check(request_id, ids, params, label_token_ids)
         arrival = time.monotonic() if arrival_time is None else arrival_time
         requests = [
