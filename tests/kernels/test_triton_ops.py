@@ -111,3 +111,18 @@ def test_unsupported_devices_and_dtypes_are_named(monkeypatch):
     monkeypatch.setattr("lastrow.kernels.triton_ops.HAS_TRITON", False)
     with pytest.raises(ValueError, match="triton is not installed"):
         check_device(torch.device("cuda"), torch.bfloat16)
+
+
+ONE_BY_ONE = [[(0, 0, 9, [8])], *([(0, p, p + 1, [p])] for p in range(9, 14))]
+
+
+def test_one_row_through_the_matrix_vector_chain(device):
+    """A prompt's last row behind the cut, then decoding: the chain of single_row.py against the general path in fp32."""
+    ids = torch.randint(0, 97, (2, 40))
+    exact = run(model(ReferenceOps(), "cpu", torch.float32), ONE_BY_ONE, ids, "auto", "cpu", torch.float32)
+    rounded = run(model(ReferenceOps(), "cpu", torch.bfloat16), ONE_BY_ONE, ids, "auto", "cpu", torch.bfloat16)
+    ops = TritonOps(device=device, dtype=torch.bfloat16)
+    got = run(model(ops, device, torch.bfloat16), ONE_BY_ONE, ids, "auto", device, torch.bfloat16).cpu()
+    assert ops.counts["gemv"] and not ops.counts["add_norm"] > 2 * TINY.num_hidden_layers * 3
+    # the same roundings in another order of summation: no further from the exact answer than torch's own bf16 run, times two
+    assert relative_error(got, exact) < 2 * relative_error(rounded, exact)

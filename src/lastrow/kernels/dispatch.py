@@ -14,6 +14,7 @@ class ReferenceOps:
     """Plain torch on any device. `counts`: operation -> calls."""
 
     name = "reference"
+    has_gemv = False
     pack_gate_up = staticmethod(geglu.reference_pack)
 
     def __init__(self, batch_invariant: bool = False) -> None:
@@ -39,6 +40,10 @@ class ReferenceOps:
     def qkv_epilogue(self, *args, **kwargs):
         self.counts["qkv_epilogue"] += 1
         return qkv_epilogue.reference(*args, **kwargs)
+
+    def fuses_decode(self, rows) -> bool:
+        """Whether `decode_attention` takes the place of `qkv_epilogue` and `attention` for these rows."""
+        return False
 
     def attention(self, q, kv, rows, block_table, window):
         self.counts["attention"] += 1

@@ -19,6 +19,7 @@ from lastrow.kernels.head import softcap
 from lastrow.kernels.rope import rope_table
 from lastrow.kernels.rows import QueryRows
 from lastrow.kv.pool import KVPool, copy_tokens
+from lastrow.models import single_row
 from lastrow.models.batch import ForwardBatch
 from lastrow.models.config import Gemma4Config
 from lastrow.models.weights import ModelWeights, MoEWeights
@@ -47,6 +48,8 @@ class Gemma4Model:
     def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor | None:
         """Write the K/V of every row of `batch` into `pool`; return the final hidden state (after the last norm) of the
         wanted rows, [R, H], or None when no row is wanted."""
+        if batch.wanted is not None and self.is_single_row(batch.rows):
+            return single_row.decode(self, batch, pool)
         x, h = self.self_decoder(batch, pool)
         if batch.logits_indices is None:
             return None
@@ -59,9 +62,8 @@ class Gemma4Model:
         x, h = self.embed(batch.input_ids)
         ple = self.per_layer_inputs(x, batch.input_ids, 0, cut)
         for i in range(cut):
-            q = self.project_qkv(i, h, batch.rows.positions, pool, batch.slots)
-            copy_tokens(pool.writer(i), batch.copies[self.group(i)])
-            x, h = self.layer(i, q, x, batch.rows, pool, ple, i)
+            o = self.attend(i, h, batch.rows, pool, batch)
+            x, h = self.after_attention(i, o, x, ple, i)
         self.write_kv(cut, h, batch, pool)
         return x, h
 
@@ -70,10 +72,16 @@ class Gemma4Model:
         cut, layers = self.config.cut, self.config.num_hidden_layers
         embedded, _ = self.embed(ids) if self.config.has_ple else (x, h)
         ple = self.per_layer_inputs(embedded, ids, cut, layers)
+        if self.is_single_row(rows):
+            return single_row.run_layers(self, range(cut, layers), x, h, ple, rows, pool)
         for i in range(cut, layers):
-            q = self.project_q(i, h, rows.positions)
-            x, h = self.layer(i, q, x, rows, pool, ple, i - cut)
+            o = self.attend(i, h, rows, pool)
+            x, h = self.after_attention(i, o, x, ple, i - cut)
         return h
+
+    def is_single_row(self, rows: QueryRows) -> bool:
+        """True where the chain of matrix-vector kernels of single_row.py runs these rows."""
+        return rows.num_rows == 1 and self.ops.fuses_decode(rows) and self.ops.has_gemv and not self.config.is_moe
 
     # ------------------------------------------------------------------------------------------------- the parts
     def group(self, layer: int) -> int:
@@ -94,22 +102,23 @@ class Gemma4Model:
             context, ids, w.ple_table, w.ple_projection_norm, first, self.config.hidden_size, self.config.rms_norm_eps
         )
 
-    def project_qkv(
-        self, i: int, h: torch.Tensor, positions: torch.Tensor, pool: KVPool, slots: tuple[torch.Tensor, torch.Tensor]
+    def attend(
+        self, i: int, h: torch.Tensor, rows: QueryRows, pool: KVPool, batch: ForwardBatch | None = None
     ) -> torch.Tensor:
-        """q of layer i, [T, heads, d]; its K and V go to the pool."""
-        c, w = self.config, self.weights.layers[i]
-        return self.ops.qkv_epilogue(
-            self.ops.deferred_linear(h, w.qkv), positions, self.rope[c.is_full(i)], w.q_norm, c.layer_head_dim(i), c.rms_norm_eps,
-            k_weight=w.k_norm, kv=pool.writer(i), slots=slots[self.group(i)], kv_heads=c.layer_kv_heads(i), k_eq_v=c.layer_k_eq_v(i),
-        )  # fmt: skip
-
-    def project_q(self, i: int, h: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """q alone, [R, heads, d]: the cut layer's K/V is already written, a sharing layer has none."""
-        c, w = self.config, self.weights.layers[i]
-        query_rows = c.num_attention_heads * c.layer_head_dim(i)
-        q = self.ops.deferred_linear(h, w.qkv[:query_rows])
-        return self.ops.qkv_epilogue(q, positions, self.rope[c.is_full(i)], w.q_norm, c.layer_head_dim(i), c.rms_norm_eps)
+        """Attention output of layer i on `rows`, [N, heads, d]. With `batch`, whose rows they are, the layer's K and V of every
+        row are stored first; without it they are there already: the layer shares, or its K/V was written on its own."""
+        c, w, group = self.config, self.weights.layers[i], self.group(i)
+        rope, d, eps, table = self.rope[c.is_full(i)], c.layer_head_dim(i), c.rms_norm_eps, rows.block_tables[group]
+        own = {} if batch is None else {"k_weight": w.k_norm, "slots": batch.slots[group], "k_eq_v": c.layer_k_eq_v(i)}
+        qkv = self.ops.deferred_linear(h, w.qkv[: c.num_attention_heads * d] if batch is None else w.qkv)
+        if self.ops.fuses_decode(rows):
+            return self.ops.decode_attention(qkv, rows, rope, w.q_norm, d, eps, pool.reader(i), table, c.layer_window(i), **own)
+        if batch is not None:
+            own |= {"kv": pool.writer(i), "kv_heads": c.layer_kv_heads(i)}
+        q = self.ops.qkv_epilogue(qkv, rows.positions, rope, w.q_norm, d, eps, **own)
+        if batch is not None:
+            copy_tokens(pool.writer(i), batch.copies[group])
+        return self.ops.attention(q, pool.reader(i), rows, table, c.layer_window(i))
 
     def write_kv(self, i: int, h: torch.Tensor, batch: ForwardBatch, pool: KVPool) -> None:
         """K and V of owner i for every row, no query."""
@@ -122,14 +131,13 @@ class Gemma4Model:
         )  # fmt: skip
         copy_tokens(pool.writer(i), batch.copies[self.group(i)])
 
-    def layer(
-        self, i: int, q: torch.Tensor, x: torch.Tensor, rows: QueryRows, pool: KVPool, ple: torch.Tensor | None, ple_index: int
+    def after_attention(
+        self, i: int, o: torch.Tensor, x: torch.Tensor, ple: torch.Tensor | None, ple_index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the queries of layer i to its end. Returns the residual and the next block's normed input (the final norm
-        behind the last layer), [T, H]."""
-        c, w, ops, eps = self.config, self.weights.layers[i], self.ops, self.config.rms_norm_eps
-        after = self.weights.layers[i + 1].input_norm if i + 1 < c.num_hidden_layers else self.weights.norm
-        o = ops.attention(q, pool.reader(i), rows, rows.block_tables[self.group(i)], c.layer_window(i))
+        """From the attention output of layer i to its end. Returns the residual and the next block's normed input (the final
+        norm behind the last layer), [T, H]."""
+        w, ops, eps = self.weights.layers[i], self.ops, self.config.rms_norm_eps
+        after = self.norm_after(i)
         x, h = ops.add_norm(ops.deferred_linear(o.flatten(1), w.o), x, w.post_attention_norm, w.pre_feedforward_norm, None, eps)
         act = ops.geglu(h, w.gate_up)
         mlp = ops.deferred_linear(act, w.down) if w.moe is None else self.mix_experts(w.moe, ops.linear(act, w.down), x)
@@ -138,6 +146,11 @@ class Gemma4Model:
         x, _ = ops.add_norm(mlp, x, w.post_feedforward_norm, None, None, eps)
         gated = ops.ple_gate(ops.deferred_linear(x, w.ple_gate), ple, ple_index)
         return ops.add_norm(ops.deferred_linear(gated, w.ple_projection), x, w.post_ple_norm, after, w.scalar, eps)
+
+    def norm_after(self, i: int) -> torch.Tensor:
+        """Weight of the norm behind layer i: the next layer's input norm, or the final one."""
+        layers = self.weights.layers
+        return layers[i + 1].input_norm if i + 1 < len(layers) else self.weights.norm
 
     def mix_experts(self, moe: MoEWeights, dense: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """26B-A4B: the dense branch plus the top-k experts, routed by the residual before the MLP (spec section 2.9)."""
