@@ -37,7 +37,10 @@ class SpeculativeConfig:
 
     model: folder, hub id or tiny-e-assistant of a Gemma 4 assistant (method "assistant"; vLLM's word "mtp" means the same). Method "ngram"
     needs no model: it looks up the last prompt_lookup_min to prompt_lookup_max tokens earlier in the text. num_speculative_tokens: most
-    drafts of one step (None: the assistant's own advice, else 4). adaptive: ask for fewer, or for none, where drafts are rejected."""
+    drafts of one step (None: the assistant's own advice, else 4). adaptive: ask for fewer, or for none, where drafts are rejected.
+
+    For measuring costs without a checkpoint, with load_format dummy: model "dummy" makes random weights of the published shape, and
+    simulated_acceptance keeps each draft with that probability. The tokens are then nobody's."""
 
     method: str = ""
     model: str | None = None
@@ -45,6 +48,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
     adaptive: bool = True
+    simulated_acceptance: float | None = None
 
     def __post_init__(self) -> None:
         method = self.method or ("assistant" if self.model else "ngram" if self.model is None else "")
@@ -60,6 +64,9 @@ class SpeculativeConfig:
         count = self.num_speculative_tokens
         if count is not None and not (_is_count(count) and count <= MAX_DRAFTS):
             raise ConfigError(f"speculative_config.num_speculative_tokens is {count!r}: 1 to {MAX_DRAFTS} is needed")
+        rate = self.simulated_acceptance
+        if rate is not None and not 0.0 <= rate <= 1.0:
+            raise ConfigError(f"speculative_config.simulated_acceptance is {rate!r}: a probability from 0 to 1 is needed")
         if not (_is_count(self.prompt_lookup_min) and _is_count(self.prompt_lookup_max)):
             raise ConfigError("speculative_config.prompt_lookup_min and prompt_lookup_max: positive integers are needed")
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -156,6 +163,9 @@ class EngineConfig:
         )
         need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "a share in (0, 1] is needed")
         need(-(2**63) <= self.seed < 2**64, "seed", "an integer of at most 64 bits is needed")
+        speculative = self.speculative
+        real = speculative is None or (speculative.model != "dummy" and speculative.simulated_acceptance is None)
+        need(real or self.load_format == "dummy", "speculative_config", "dummy or simulated drafts are for load_format=dummy")
         need(self.shape is None or self.load_format == "dummy", "shape", "a named shape has no weights: add load_format=dummy")
 
 

@@ -212,3 +212,14 @@ def test_drafting_switches_off_where_it_does_not_pay_and_steps_overlap_again() -
     stats = engine.runner.speculator.stats
     assert stats.num_switched_off >= 1 and stats.num_plain_steps > 20 and overlapping > 10
     check_idle(engine)
+
+
+def test_simulated_acceptance_keeps_the_share_of_drafts_that_it_says() -> None:
+    engine, _ = speculating(0.0, most=3)
+    engine.runner.speculator.simulated_acceptance = 0.6
+    outputs = run(engine, [([3 + i, 4, 5], replace(GREEDY, max_tokens=50)) for i in range(8)])
+    assert all(len(completions[0].token_ids) == 50 for completions in outputs.values())
+    stats = engine.runner.speculator.stats
+    # about 180 verifications: four standard errors of a share are 0.15; the stub's own hits (1 in 40) are inside
+    assert stats.acceptance_rates[0] == pytest.approx(0.6, abs=0.15)
+    assert stats.mean_accepted_length == pytest.approx(1 + 0.6 + 0.36 + 0.216, abs=0.35)

@@ -5,6 +5,7 @@ leaves a factor of ten. One key more or less in the window moves logits by 6."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from lastrow.harness.direct import Chunk, DirectRunner
 from lastrow.harness.reference import BASE, RANDOM_SHAPES, model_of, random_reference
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kernels.rows import QueryRows
-from lastrow.models.assistant_config import from_folder
+from lastrow.models.assistant_config import from_folder, published_shape
 from lastrow.models.config import ConfigError
 from lastrow.models.gemma4 import Gemma4Model
 from lastrow.models.gemma4_assistant import Gemma4Assistant
-from lastrow.weights.assistant import load_assistant_weights
+from lastrow.models.shapes import named_shape
+from lastrow.weights.assistant import expected_shapes, load_assistant_weights
 from lastrow.weights.loader import WeightsError
 
 transformers = pytest.importorskip("transformers")
@@ -192,6 +194,17 @@ def test_target_layers_come_from_kv_source(tmp_path: Path) -> None:
         config.target_layers(other)
     with pytest.raises(ConfigError, match="backbone_hidden_size of the assistant is 64, the target needs 32"):
         config.target_layers(random_reference(BASE | {"hidden_size": 32, "sliding_window": 6, "vocab_size": 192}, seed=1)[1])
+
+
+def test_the_published_shape_has_the_published_size() -> None:
+    """Spec section 5.1: E2B's drafter has 50 tensors and 77.73 M weights (the ordering's ids not counted), those without centroids 48 tensors."""
+    shapes = expected_shapes(published_shape(named_shape("e2b")))
+    weights = sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith("token_ordering"))
+    assert len(shapes) == 50 and round(weights / 1e6, 2) == 77.73
+    assert published_shape(named_shape("e2b")).target_layers(named_shape("e2b")) == (13, 13, 13, 14)
+    assert published_shape(named_shape("e4b")).target_layers(named_shape("e4b")) == (22, 22, 22, 23)
+    assert published_shape(named_shape("31b")).target_layers(named_shape("31b")) == (58, 58, 58, 59)
+    assert len(expected_shapes(published_shape(named_shape("31b")))) == 48
 
 
 def test_a_token_ordering_that_is_no_permutation_is_refused(tmp_path: Path) -> None:

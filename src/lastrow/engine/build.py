@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from lastrow.engine.proposers import AssistantProposer, NgramProposer
 from lastrow.engine.spec_decode import Speculator
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kernels.triton_ops import TritonOps
+from lastrow.kv.layout import DTYPE_BYTES
 from lastrow.kv.pool import KVPool
 from lastrow.models import assistant_config
 from lastrow.models.config import ConfigError, Gemma4Config, from_file
@@ -25,7 +27,8 @@ from lastrow.models.gemma4 import Gemma4Model
 from lastrow.models.gemma4_assistant import Gemma4Assistant
 from lastrow.models.shapes import named_shape
 from lastrow.tokenizer import STOP_IDS, Tokenizer
-from lastrow.weights.assistant import load_assistant_weights
+from lastrow.weights.assistant import dummy_assistant_weights, load_assistant_weights
+from lastrow.weights.assistant import expected_shapes as assistant_shapes
 from lastrow.weights.dummy import dummy_weights
 from lastrow.weights.loader import load_model_weights
 from lastrow.weights.resolve import resolve_model
@@ -46,7 +49,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         raise ConfigError(
             f"max_model_len is {max_model_len}: the model was made for {shape.max_position_embeddings} positions (max_position_embeddings)"
         )
-    plan = forecast(config, shape, dtype, device, max_model_len)
+    plan = forecast(config, shape, dtype, device, max_model_len, assistant_bytes(config.speculative, shape, dtype))
     logger.info("%s", plan.summary())
     tokenizer = Tokenizer(folder) if folder is not None else None
     model = load_model(config, shape, folder, getattr(torch, dtype), device, max_model_len)
@@ -114,14 +117,34 @@ def make_speculator(config: SpeculativeConfig, model: Gemma4Model, runner: Model
     if config.model is None:
         proposer, advice = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), None
     else:
-        folder = resolve_model(config.model)
-        shape = assistant_config.from_folder(folder)
-        embed = model.weights.embed
-        shape.target_layers(model.config)
-        weights = load_assistant_weights(folder, shape, model.ops.pack_gate_up, embed.dtype, embed.device)
-        assistant, advice = Gemma4Assistant(shape, weights, model), shape.num_draft_tokens
+        assistant = load_assistant(config.model, model)
         proposer = AssistantProposer(assistant, runner.pool, runner.inputs.block_tables)
-    return Speculator(proposer, config.num_speculative_tokens or advice or DEFAULT_DRAFTS, config.adaptive)
+        advice = assistant.config.num_draft_tokens
+    most = config.num_speculative_tokens or advice or DEFAULT_DRAFTS
+    return Speculator(proposer, most, config.adaptive, config.simulated_acceptance)
+
+
+def load_assistant(name: str, model: Gemma4Model) -> Gemma4Assistant:
+    """The drafter in folder or hub repository `name`, or, named dummy, random weights of the published shape."""
+    pack, embed = model.ops.pack_gate_up, model.weights.embed
+    if name == "dummy":
+        shape = assistant_config.published_shape(model.config)
+        weights = dummy_assistant_weights(shape, pack, embed.dtype, embed.device)
+    else:
+        folder = resolve_model(name)
+        shape = assistant_config.from_folder(folder)
+        shape.target_layers(model.config)  # a misfit is named before anything is loaded
+        weights = load_assistant_weights(folder, shape, pack, embed.dtype, embed.device)
+    return Gemma4Assistant(shape, weights, model)
+
+
+def assistant_bytes(config: SpeculativeConfig | None, shape: Gemma4Config, dtype: str) -> int:
+    """Weights of the drafter, 0 without one."""
+    if config is None or config.model is None:
+        return 0
+    dummy = config.model == "dummy"
+    drafter = assistant_config.published_shape(shape) if dummy else assistant_config.from_folder(resolve_model(config.model))
+    return DTYPE_BYTES[dtype] * sum(math.prod(shape) for shape in assistant_shapes(drafter).values())
 
 
 def make_scheduler(config: EngineConfig, plan: MemoryForecast, max_model_len: int) -> Scheduler:

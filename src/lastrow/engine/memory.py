@@ -63,15 +63,17 @@ def activation_bytes(config: Gemma4Config, dtype: str, num_tokens: int, num_seqs
     return int(SLACK * num_tokens * per_token) + sampler + 2 * LOGIT_ROWS_BYTES
 
 
-def forecast(engine: EngineConfig, config: Gemma4Config, dtype: str, device: torch.device, max_model_len: int) -> MemoryForecast:
-    """The memory plan of options with their device defaults filled in.
+def forecast(
+    engine: EngineConfig, config: Gemma4Config, dtype: str, device: torch.device, max_model_len: int, drafter_bytes: int = 0
+) -> MemoryForecast:
+    """The memory plan of options with their device defaults filled in; drafter_bytes: weights beside the model's.
 
     Raises ConfigError, naming the flags to change, when no request of two blocks would fit."""
     step_tokens, block_size = engine.max_num_batched_tokens, engine.block_size
     if step_tokens is None or block_size is None:
         raise ValueError("max_num_batched_tokens or block_size is None: fill in the device's defaults first (EngineConfig.for_device)")
     layout = KVLayout.of(config, engine.kv_cache_dtype, dtype)
-    weights = weight_bytes(config, dtype)
+    weights = weight_bytes(config, dtype) + drafter_bytes
     activations = activation_bytes(config, dtype, step_tokens, engine.max_num_seqs)
     if engine.kv_cache_memory_bytes is not None:
         kv, flag = engine.kv_cache_memory_bytes, f"kv_cache_memory_bytes is {engine.kv_cache_memory_bytes:,}"

@@ -161,6 +161,7 @@ class ModelRunner:
             self._sample(step, result, handle)
             self._score(step, hidden, handle)
             if self.speculator is not None and handle.sampled is not None:
+                handle.sampled = self.speculator.simulate(step, handle.sampled)
                 handle.proposals = self.speculator.start(step, hidden, handle.sampled)
         return self._send(handle)
 

@@ -7,6 +7,7 @@ otherwise is p without x. Because the number belongs to the index, a seed gives 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -122,13 +123,19 @@ class PendingDrafts:
 
 
 class Speculator:
-    """A proposer, each request's draft length, and the counts. num_speculative_tokens: most drafts of one step."""
+    """A proposer, each request's draft length, and the counts. num_speculative_tokens: most drafts of one step.
 
-    def __init__(self, proposer: Proposer, num_speculative_tokens: int, adaptive: bool = True) -> None:
+    simulated_acceptance: for measuring costs only, keep each draft with this probability, whatever the target says."""
+
+    def __init__(
+        self, proposer: Proposer, num_speculative_tokens: int, adaptive: bool = True, simulated_acceptance: float | None = None
+    ) -> None:
         self.proposer = proposer
         self.most = num_speculative_tokens
         self.adaptive = adaptive
+        self.simulated_acceptance = simulated_acceptance
         self.stats = SpecDecodeStats()
+        self._coin = random.Random(0)
         self._shared = AcceptanceRate(SHARED_FORGET, PRIOR_RATE)
         self._lengths: dict[str, DraftLength] = {}
 
@@ -160,6 +167,20 @@ class Speculator:
             return None
         hidden = hidden if step.sample_rows is None else hidden[step.sample_rows]
         return PendingDrafts(self, rows, self.proposer.start(rows, hidden, sampled))
+
+    def simulate(self, step: StepInputs, sampled: torch.Tensor) -> torch.Tensor:
+        """sampled [n] with drafts in the place of what the target sampled, each with probability simulated_acceptance (None: none)."""
+        rate, row, kept = self.simulated_acceptance, 0, dict[int, int]()
+        if rate is None:
+            return sampled
+        while row < len(step.sample_parts):
+            drafts = step.parts[step.sample_parts[row]].draft_token_ids
+            kept |= {row + i: draft for i, draft in enumerate(drafts) if self._coin.random() < rate}
+            row += 1 + len(drafts)
+        if not kept:
+            return sampled
+        index, value = torch.tensor([list(kept), list(kept.values())], device=sampled.device)
+        return sampled.index_copy(0, index, value.to(sampled.dtype))
 
     def count(self, request: Request, drafts: Sequence[int], tokens: Sequence[int]) -> None:
         """tokens: what the step that verified `drafts` brought, cut at a stop token. Drafts behind that token count as not stood."""

@@ -5,12 +5,12 @@ No torch. Spec section 5.1."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lastrow.models import config as text_config
-from lastrow.models.config import ConfigError, Gemma4Config
+from lastrow.models.config import FULL, SLIDING, ConfigError, Gemma4Config
 
 ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
@@ -68,6 +68,19 @@ class AssistantConfig:
         ):
             if mine != theirs:
                 raise ConfigError(f"{field} of the assistant is {mine}, the target needs {theirs}: take the assistant of this target")
+
+
+def published_shape(target: Gemma4Config) -> AssistantConfig:
+    """The shape of the published drafter of `target` (spec section 5.1): for measuring costs without its checkpoint."""
+    small = target.has_ple
+    hidden, mlp = (256, 2048) if small else (1024, 8192)
+    text = replace(
+        target, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=4, layer_types=(SLIDING, SLIDING, SLIDING, FULL),
+        num_attention_heads=4 if small else max(16, target.num_attention_heads), num_kv_shared_layers=0, use_double_wide_mlp=False,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, final_logit_softcapping=None, num_experts=0, top_k_experts=0,
+        moe_intermediate_size=0,
+    )  # fmt: skip
+    return AssistantConfig(text, target.hidden_size, 2048 if small else 0, 32 if small else 0)
 
 
 def from_dict(raw: dict[str, Any], name: str = "") -> AssistantConfig:

@@ -1,0 +1,54 @@
+"""Acceptance of a drafter on the held-out prompts, and whether greedy outputs stay what they are. Through the engine, in fp32.
+
+    python eval_assistant.py --assistant DIR [--tokens 4] [--heldout FILE] [--limit N]
+
+Mean accepted length: tokens that a verification brought (drafts that stood and one more, cut at the stop token), over all verifications."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from lastrow import LLM, SamplingParams
+
+HELDOUT = Path(__file__).parents[2] / "src" / "lastrow" / "assets" / "tiny-e" / "heldout.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--assistant", help="folder; without it the n-gram proposer")
+    parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--heldout", type=Path, default=HELDOUT)
+    parser.add_argument("--limit", type=int, default=40, help="prompts a task")
+    parser.add_argument("--threads", type=int, default=1)
+    a = parser.parse_args()
+    torch.set_num_threads(a.threads)
+    by_task = defaultdict(list)
+    for line in a.heldout.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        by_task[row["task"]].append(row)
+    method = {"model": a.assistant} if a.assistant else {"method": "ngram"}
+    llm = LLM("tiny-e", max_model_len=1200, speculative_config={**method, "num_speculative_tokens": a.tokens, "adaptive": False})
+    speculator, total = llm.engine.runner.speculator, [0, 0, 0, 0]
+    for task, rows in by_task.items():
+        rows = rows[: a.limit]
+        params = [SamplingParams(temperature=0.0, max_tokens=48 if task in ("prose", "recite") else 200) for _ in rows]
+        speculator.stats = type(speculator.stats)()
+        outputs = llm.generate([row["prompt_ids"] for row in rows], params)
+        same = sum(out.outputs[0].token_ids == row["output_ids"] for out, row in zip(outputs, rows, strict=True))
+        s = speculator.stats
+        rates = " ".join(f"{rate:.2f}" for rate in s.acceptance_rates)
+        print(
+            f"{task:12} {same}/{len(rows)} same, {s.num_drafts:5} verifications, {s.mean_accepted_length:.2f} tokens each; {rates}",
+            flush=True,
+        )
+        total = [x + y for x, y in zip(total, (s.num_emitted_tokens, s.num_drafts, same, len(rows)), strict=True)]
+    print(f"all: {total[2]}/{total[3]} same, mean accepted length {total[0] / total[1]:.3f} over {total[1]} verifications")
+
+
+if __name__ == "__main__":
+    main()
