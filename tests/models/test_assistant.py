@@ -197,7 +197,7 @@ def test_target_layers_come_from_kv_source(tmp_path: Path) -> None:
 
 
 def test_the_published_shape_has_the_published_size() -> None:
-    """Spec section 5.1: E2B's drafter has 50 tensors and 77.73 M weights (the ordering's ids not counted), those without centroids 48 tensors."""
+    """Spec section 5.1: E2B's drafter has 50 tensors and 77.73 M weights besides the ordering's ids, those without centroids 48 tensors."""
     shapes = expected_shapes(published_shape(named_shape("e2b")))
     weights = sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith("token_ordering"))
     assert len(shapes) == 50 and round(weights / 1e6, 2) == 77.73
