@@ -114,7 +114,8 @@ class LLMEngine:
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.stop_token_ids)
         rows: Sequence[int] = () if prompt_rows is None else prompt_rows
         labels = None if label_token_ids is None else tuple(label_token_ids)
-        params = replace(params, seed=self._request_seed(params, index))
+        if not params.is_greedy:
+            params = replace(params, seed=self._request_seed(params, index))
         if labels is None and params.max_tokens == 0 and params.logprob_token_ids:
             labels, params = tuple(params.logprob_token_ids), replace(params, logprobs=0)
         if labels is not None:
@@ -136,9 +137,7 @@ class LLMEngine:
             raise ValueError(f"request {request.request_id}: structured_outputs needs a tokenizer, and this model has none")
         return backend.matcher(request.sampling_params.structured_outputs, request.prompt_token_ids)
 
-    def _request_seed(self, params: SamplingParams, index: int) -> int | None:
-        if params.is_greedy:
-            return None
+    def _request_seed(self, params: SamplingParams, index: int) -> int:
         if params.seed is not None:
             return (params.seed + index) % 2**64
         # Far apart for neighbouring engine seeds; the uniform's hash does the rest.
@@ -166,7 +165,8 @@ class LLMEngine:
         if values.min() < 0 or values.max() >= self.vocab_size:
             need_ids("the prompt", ids)
         for name in ("logprob_token_ids", "allowed_token_ids", "stop_token_ids", "logit_bias"):
-            need_ids(name, getattr(params, name) or ())
+            if named := getattr(params, name):
+                need_ids(name, named)
         need_ids("label_token_ids", labels or ())
         if self.tokenizer is None:
             for name in ("stop", "bad_words"):

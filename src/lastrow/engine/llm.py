@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ class LLM:
         except TypeError as error:
             raise ConfigError(f"{error}; see lastrow.config.EngineConfig for the options") from None
         self.engine = build_engine(self.config)
+        gc.collect()
+        gc.freeze()  # weights and libraries stay; looking through them again would stop a step for tens of milliseconds
         self._ids = itertools.count()
 
     # ------------------------------------------------------------------------------------------------------ generation
