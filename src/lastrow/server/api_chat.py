@@ -42,7 +42,7 @@ class ChatRun:
     async def steps(self) -> AsyncIterator[tuple[ChatChoice, Delta, wire.Output]]:
         """Every output with what it adds; ends when all choices have."""
         request = self.request
-        outputs = self.state.generate(self.plan.prompt_ids, self.plan.params, self.id, request.priority, request.cache_salt)
+        outputs = self.state.generate(self.plan.prompt_ids, self.plan.params, self.id, self.choices, request.priority, request.cache_salt)
         try:
             async for some in outputs:
                 for output in some:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -43,12 +42,10 @@ class PromptRun:
             )
             for i in range(params.n)
         ]  # fmt: skip
-        # The engine gets no stop strings: the server makes the text.
-        self._engine_params = replace(params, stop=None)
 
     async def steps(self, request_id: str) -> AsyncIterator[tuple[TextChoice, str, wire.Output]]:
         outputs = self.state.generate(
-            self.prompt_ids, self._engine_params, request_id, self.request.priority, self.request.cache_salt
+            self.prompt_ids, self.params, request_id, self.choices, self.request.priority, self.request.cache_salt
         )  # fmt: skip
         async with aclosing(outputs):
             async for some in outputs:

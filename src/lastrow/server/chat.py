@@ -58,7 +58,7 @@ class ChatPlanner:
         elif constraint and tools:
             constraint["tools"] = _declared(tools)
         parallel = request.parallel_tool_calls is not False
-        params = request.sampling_params(self.defaults, max_tokens=max_tokens, logprobs=logprobs, stop=None)
+        params = request.sampling_params(self.defaults, max_tokens=max_tokens, logprobs=logprobs)
         hidden: frozenset[int] = frozenset()
         if constraint:
             structured = StructuredOutputsParams.of({**constraint, "parallel_tool_calls": parallel, "reasoning": thinking})
@@ -74,7 +74,7 @@ class ChatPlanner:
             prompt_ids=prompt_ids,
             params=params,
             tools=dict(_declared(tools)) if tools else None,
-            stops=[request.stop] if isinstance(request.stop, str) else list(request.stop or ()),
+            stops=list(params.stop or ()),
             include_reasoning=request.include_reasoning is not False,
             in_reasoning=in_channel(prompt_ids, ids.get("channel_start", -1), ids.get("channel_end", -1)),
             hidden_stop_ids=hidden,

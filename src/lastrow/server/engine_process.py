@@ -54,9 +54,10 @@ class WireOutputs:
         if output.prompt_logprobs:
             made.prompt_logprobs = {at: _entries(entry) for at, entry in output.prompt_logprobs.items()}
         made.label_logits = output.label_logits
+        if output.finish_reason is not None or 0 < len(request.output_token_ids) == len(output.new_token_ids):
+            made.timings = _timings(request)
         if output.finish_reason is not None:
             made.finish_reason, made.stop_reason = output.finish_reason.value, output.stop_reason
-            made.timings = _timings(request)
             self._close(request.request_id)
         return made
 

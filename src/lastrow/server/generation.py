@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -63,13 +64,18 @@ class Choice:
         self.logprobs += output.logprobs or []
         self.finish_reason = output.finish_reason
         self.num_cached_tokens = output.num_cached_tokens
-        self.timings = output.timings
+        self.timings = output.timings or self.timings
         if output.stop_reason not in self._hidden_stop_ids:
             self.stop_reason = output.stop_reason
         return output.token_ids
 
     def _stop(self, stop: str) -> None:
+        """Ended here by a stop string; the engine, which does not know of them, is told to abort."""
         self.finish_reason, self.stop_reason = "stop", stop
+        if self.timings is not None and self.timings.finished is None:
+            self.timings.last_token = time.monotonic()
+            self.timings.rows_given += len(self.token_ids) - 1
+            self.timings.rows_computed += len(self.token_ids) - 1
 
     @property
     def finished(self) -> bool:

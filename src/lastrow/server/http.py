@@ -134,7 +134,7 @@ class Gate:
             # Every body is JSON here, also that of a `curl -d` without a header.
             kept = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
             scope = {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
-        await self.app(scope, self._limited(receive), send)
+        await self._counted(scope, receive, send)
 
     def _knows(self, headers: dict[bytes, bytes]) -> bool:
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -142,20 +142,27 @@ class Gate:
         matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
 
-    def _limited(self, receive: Receive) -> Receive:
-        """A body without a length (chunked) is counted as it comes."""
-        total = 0
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A body without a length (chunked) is counted as it comes; too long a one is answered here, whatever the endpoint makes of it."""
+        total, refused = 0, False
 
         async def limited() -> Message:
             nonlocal total
             message = await receive()
-            if message["type"] == "http.request":
-                total += len(message.get("body", b""))
-                if total > self._max:
-                    raise self._too_large()
+            total += len(message.get("body", b""))
+            if total > self._max:
+                raise self._too_large()
             return message
 
-        return limited
+        async def answer(message: Message) -> None:
+            nonlocal refused
+            if total <= self._max:
+                await send(message)
+            elif not refused:
+                refused = True
+                await error_response(self._too_large())(scope, receive, send)
+
+        await self.app(scope, limited, answer)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max} bytes (--max-body-bytes)", "RequestEntityTooLargeError")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from lastrow.engine.structured_output import GrammarBackend
 from lastrow.server import wire
 from lastrow.server.async_engine import AsyncEngine, EngineDeadError, RequestRejected
 from lastrow.server.chat import ChatPlanner
+from lastrow.server.generation import Choice
 from lastrow.server.metrics import ServerMetrics
 from lastrow.tokenizer import Tokenizer
 
@@ -149,33 +151,35 @@ class ServerState:
 
     # ------------------------------------------------------------------------------------------------ a request
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, request_id: str, priority: int | None = None, cache_salt: str | None = None
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        choices: Sequence[Choice],
+        priority: int | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[list[wire.Output]]:
-        """Outputs of all n completions. Raises ApiError. Leaving early aborts."""
+        """Outputs of all n completions, which the reader puts into `choices`. Raises ApiError. Leaving early aborts."""
         self.num_active += 1
         began = time.monotonic()
-        counts = [0] * params.n
-        finished = 0
+        rejected = False
         try:
             self.check_params(prompt_ids, params)
             self.metrics.request_started(len(prompt_ids))
             add = wire.Add(request_id, prompt_ids, params, began, priority or 0, cache_salt)
-            async for outputs in self.engine.generate(add, params.n):
-                for output in outputs:
-                    counts[output.index] += len(output.token_ids)
-                    if output.finish_reason is not None:
-                        finished += 1
-                        cached = output.num_cached_tokens if output.index == 0 else 0
-                        self.metrics.request_finished(output.finish_reason, counts[output.index], cached, output.timings)
-                yield outputs
+            async with aclosing(self.engine.generate(add, params.n)) as steps:
+                async for outputs in steps:
+                    yield outputs
             self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
-        except RequestRejected as error:
-            finished = params.n
-            raise ApiError(400, str(error)) from None
+        except (RequestRejected, EngineDeadError, ApiError) as error:
+            rejected = not isinstance(error, EngineDeadError)
+            raise as_api_error(error) from None
         finally:
             self.num_active -= 1
-            for _ in range(params.n - finished):
-                self.metrics.request_finished("abort", 0, 0, None)
+            for i, choice in enumerate(() if rejected else choices):
+                cached = choice.num_cached_tokens if i == 0 else 0
+                timings = choice.timings if choice.finished else None
+                self.metrics.request_finished(choice.finish_reason or "abort", len(choice.token_ids), cached, timings)
 
 
 def new_id(prefix: str) -> str:
