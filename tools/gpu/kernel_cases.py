@@ -13,6 +13,7 @@ from lastrow.kernels import (
     attention_ws,
     decode_attention,
     embedding,
+    fused_matmul,
     geglu,
     gemv,
     head,
@@ -82,6 +83,16 @@ def _matmul(device: str) -> None:
     matmul.triton(_new(device, 2048, 1536), _new(device, 12288, 1536), geglu=True, config=matmul.LARGE)
 
 
+def _fused(device: str) -> None:
+    h, ints, w = _new(device, 512, 1536), _new(device, 512, dtype=torch.int32), _new(device, 256)
+    for form in STORAGE:
+        args = (_new(device, 2560, 1536), ints, _new(device, 64, 2, 128), w, 256, EPS, w, pool(device, 1, 256, form), ints, 1)
+        fused_matmul.triton_qkv(h, *args)
+    fused_matmul.triton_ple_gate(h, _new(device, 256, 1536), _new(device, 512, 14, 256), 3)
+    config = fused_matmul.FusedConfig(stages=3)
+    fused_matmul.triton_ple_gate(h, _new(device, 256, 1536), _new(device, 512, 14, 256), 3, config=config)
+
+
 def _head(device: str) -> None:
     table = _new(device, 4096, 1536)
     for r in (1, 64, 200):
@@ -118,7 +129,7 @@ def _gemv(device: str) -> None:
     gemv.triton(x, _new(device, 20480, 2560), geglu=True, residual=x, post_weight=w, pre_weight=w)
 
 
-CASES: dict[str, Callable[[str], None]] = {"elementwise": _elementwise, "matmul": _matmul, "head": _head, "gemv": _gemv}
+CASES: dict[str, Callable[[str], None]] = {"elementwise": _elementwise, "matmul": _matmul, "head": _head, "gemv": _gemv, "fused": _fused}
 for _form in STORAGE:
     CASES |= {
         f"decode sliding {_form}": _decode(8, 1, 256, 512, _form),
