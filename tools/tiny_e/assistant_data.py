@@ -25,6 +25,7 @@ from lastrow.models.gemma4 import Gemma4Model
 from lastrow.weights.loader import load_model_weights
 
 MAX_TOKENS = 1024
+TOP_TOKENS = 16
 CONVERSATIONS = {"tools": 2500, "json": 2500, "think": 2000, "multiturn": 1500, "chat": 2000, "decide": 800, "yesno": 300, "levels": 300}
 RETRIEVALS, PROSE_PIECES, PROSE_PROMPTS, PROSE_OUTPUT = 600, 1500, 2500, 48
 
@@ -32,12 +33,14 @@ RETRIEVALS, PROSE_PIECES, PROSE_PROMPTS, PROSE_OUTPUT = 600, 1500, 2500, 48
 @dataclass(slots=True)
 class Sequence:
     """ids [T]; rows [n]: the rows (ascending) whose next token is of interest. hidden [n, H] fp16: the target's final-norm hidden
-    there. k, v: by layer, [T, d] fp16."""
+    there. kv: by layer, K and V [T, d] fp16. likely, chance [n, TOP_TOKENS]: the target's most likely next tokens, best first."""
 
     ids: np.ndarray
     rows: np.ndarray
     hidden: torch.Tensor | None = None
     kv: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+    likely: torch.Tensor | None = None
+    chance: torch.Tensor | None = None
 
 
 def load_target(folder: Path) -> Gemma4Model:
@@ -78,8 +81,10 @@ def listen(model: Gemma4Model, sequences: list[Sequence], layers: set[int], toke
             first += 1
         pool = one_block_pool(model, len(group))
         hidden = model.forward(batch_of([(i, s.ids, 0, s.rows) for i, s in enumerate(group)]), pool)
-        for i, (s, h) in enumerate(zip(group, hidden.split([len(s.rows) for s in group]), strict=True)):
-            s.hidden = h.half()
+        chance, likely = model.logits(hidden).softmax(-1).topk(TOP_TOKENS)
+        lengths = [len(s.rows) for s in group]
+        for i, (s, h, p, ids) in enumerate(zip(group, *(t.split(lengths) for t in (hidden, chance, likely)), strict=True)):
+            s.hidden, s.chance, s.likely = h.half(), p.half(), ids.to(torch.int16)
             block = {layer: pool.reader(layer) for layer in layers}
             s.kv = {n: (kv.k[i + 1, : len(s.ids), 0].half(), kv.v[i + 1, : len(s.ids), 0].half()) for n, kv in block.items()}
 

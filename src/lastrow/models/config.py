@@ -185,6 +185,8 @@ def from_dict(raw: dict[str, Any], name: str = "") -> Gemma4Config:
     Raises ConfigError with the offending field."""
     text = raw.get("text_config") or raw
     kind = text.get("model_type", raw.get("model_type"))
+    if str(raw.get("model_type")).endswith("_assistant"):
+        raise ConfigError(f"model_type is {raw['model_type']!r}: a drafter; give its target, and the drafter as speculative_config's model")
     if kind not in TEXT_MODEL_TYPES:
         raise ConfigError(f"model_type is {kind!r}: lastrow runs {', '.join(TEXT_MODEL_TYPES)} and nothing else")
     layers = _required(text, "num_hidden_layers", kind)
