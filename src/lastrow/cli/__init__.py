@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": "talk to a model",
     "serve": "an OpenAI-compatible server",
     "info": "what a model is, what it costs, what fits (needs no weights)",
+    "parity": "check a checkpoint against transformers, itself and recorded outputs",
     "bench": "measure speed, arms interleaved, and write a record",
 }
 USER_ERROR, INTERRUPTED = 2, 130

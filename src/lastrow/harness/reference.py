@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     "odd sizes and window 7": BASE | ODD,
     "two layers, one owner": BASE | {"num_hidden_layers": 2, "layer_types": [FULL, FULL], "num_kv_shared_layers": 1},
 }
+
+
+def transformers_version() -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def random_reference(shape: dict[str, Any], seed: int = 0, attention: str = "eager") -> tuple[Any, Gemma4Config]:

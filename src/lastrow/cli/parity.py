@@ -1,0 +1,33 @@
+"""`lastrow parity`: exit code 0 when every check passed, 1 when one failed or could not run, 2 for bad input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from lastrow.cli.options import add_engine_flags, add_model, engine_options
+from lastrow.config import EngineConfig
+
+ENGINE = ("revision", "dtype", "device", "backend", "block_size", "kv_cache_dtype", "batch_invariant")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--heldout", type=Path, metavar="FILE", help="JSONL of prompt_ids and output_ids (default: heldout.jsonl in the model's folder)"
+    )
+    parser.add_argument("--items", type=int, default=2, metavar="N", help="held-out prompts a task whose logits are compared (default: 2)")
+    parser.add_argument("--skip-transformers", action="store_true", help="leave out the checks that need transformers")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random prompts and random models (default: 0)")
+    parser.add_argument("--json", action="store_true", help="the report, with stable keys")
+    add_engine_flags(parser, only=ENGINE)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = EngineConfig(**{name: value for name, value in engine_options(args).items() if name != "seed"})
+    from lastrow.harness import parity
+
+    report = parity.run(parity.ParityOptions(options, args.heldout, args.items, args.skip_transformers, args.seed))
+    print(json.dumps(report, indent=1) if args.json else parity.render(report))
+    return 0 if report["passed"] else 1
