@@ -31,9 +31,10 @@ class StubAssistant:
         self.read: list[list[int]] = []
 
     def draft(self, token_ids: torch.Tensor, hidden: torch.Tensor, rows: QueryRows, pool: None, num_tokens: int) -> torch.Tensor:
-        return torch.tensor([self._row(int(t), rows, i, num_tokens) for i, t in enumerate(token_ids)], dtype=torch.int32)
+        of = zip(token_ids.tolist(), hidden.numpy(), strict=True)
+        return torch.tensor([self._row(t, h, rows, i, num_tokens) for i, (t, h) in enumerate(of)], dtype=torch.int32)
 
-    def _row(self, token: int, rows: QueryRows, i: int, num_tokens: int) -> list[int]:
+    def _row(self, token: int, hidden: np.ndarray, rows: QueryRows, i: int, num_tokens: int) -> list[int]:
         end, slot = int(rows.positions[i]) + 1, int(rows.seq_index[i])
         assert rows.kv_lens[i] >= end
         at = np.arange(end)
@@ -42,6 +43,7 @@ class StubAssistant:
             for memory, table in zip(self.model.memory, rows.block_tables, strict=True)
         )
         assert (sliding[-WINDOW:] == full[-WINDOW:]).all(), "the drafter's window holds blocks that were given away"
+        assert np.array_equal(hidden, stub_logits(full.tolist())), "not the hidden state that predicted the newest token"
         text = [*full.tolist(), token]
         self.read.append(list(text))
         for _ in range(num_tokens):
