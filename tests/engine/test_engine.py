@@ -114,6 +114,7 @@ def test_a_stream_never_takes_text_back(async_scheduling: bool, include: bool) -
                 shown.append(output.outputs[0].text)
             if output.finished:
                 final[output.request_id] = output.outputs[0]
+                assert output.request_id not in engine.scheduler.requests  # it stops running, too
         for completion in final.values():
             assert completion.text == expected
             assert completion.finish_reason == ("length" if stop is None else "stop") and completion.stop_reason == stop

@@ -138,6 +138,9 @@ def test_chat_renders_answers_and_streams(llm: LLM, by_task: dict[str, list[dict
         assert output.prompt_token_ids == row["prompt_ids"] and output.outputs[0].token_ids == row["output_ids"]
         last = list(llm.stream(c["messages"], params, tools=c["tools"], chat_template_kwargs=kwargs))[-1]
         assert last.finished and last.outputs[0].text == output.outputs[0].text
+    call = next(row for row in by_task["tool_call"] if len(row["output_ids"]) > 24 and row["min_margin"] > 1)
+    untold = llm.chat(call["conversation"]["messages"], use_tqdm=False, tools=call["conversation"]["tools"])[0].outputs[0]
+    assert len(untold.token_ids) > 16 and untold.finish_reason == "stop"  # to the end of the turn, not to generate()'s 16 tokens
     both = llm.chat([row["conversation"]["messages"] for row in by_task["chat"][:2]], params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in both] == [row["output_ids"] for row in by_task["chat"][:2]]
 

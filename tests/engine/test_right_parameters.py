@@ -162,8 +162,9 @@ def test_n_completions_share_the_prompt_and_differ_by_seed(async_scheduling: boo
     check_idle(engine)
 
 
-def test_label_rows_read_only_their_labels_at_the_wanted_positions() -> None:
-    engine = stub_engine(max_num_batched_tokens=7)
+@pytest.mark.parametrize("step_tokens", [7, 64])
+def test_label_rows_read_only_their_labels_at_the_wanted_positions(step_tokens: int) -> None:
+    engine = stub_engine(max_num_batched_tokens=step_tokens)
     prompts = {"a": list(range(3, 20)), "b": list(range(20, 35))}
     engine.add_request("a", prompts["a"], SamplingParams(max_tokens=1, logprobs=0), label_token_ids=[5, 9, 3])
     engine.add_request("b", prompts["b"], SamplingParams(max_tokens=1), label_token_ids=[5, 9, 3], prompt_rows=[4, 9, 14])
@@ -194,6 +195,7 @@ def test_logprob_token_ids_without_tokens_are_the_distribution_after_the_prompt(
     done = {}
     while engine.has_unfinished_requests:
         done |= {output.request_id: output for output in engine.step()}
+    assert engine.runner.stats.rows_computed == 1 + len(prompt) - 1  # nothing is computed for a token that nobody samples
     expected = oracle.logprobs(stub_logits(prompt), 4, None, [8])
     (entry,) = done["a"].outputs[0].logprobs
     assert {t: p.logprob for t, p in entry.items()} == pytest.approx({t: p for t, (p, _) in expected.items()}, abs=TOLERANCE)

@@ -222,9 +222,8 @@ class ModelRunner:
                 of = labels.setdefault(request.label_token_ids, [])
                 of += [(row, request.request_id, position, mass) for row, position in rows]
             elif request.label_token_ids is None and params.prompt_logprobs is not None:
-                ids, last = request.prompt_token_ids, request.num_prompt_tokens - 1
-                k = params.prompt_logprobs
-                prompt += [(row, request.request_id, at + 1, ids[at + 1], k) for row, at in rows if at < last]
+                ids, k = request.prompt_token_ids, params.prompt_logprobs
+                prompt += [(row, request.request_id, at + 1, ids[at + 1], k) for row, at in rows]
         for first in range(0, len(prompt), self._logit_rows):
             self._prompt_logprobs(hidden, prompt[first : first + self._logit_rows], handle)
         for label_ids, rows_of in labels.items():
