@@ -13,11 +13,13 @@ from lastrow.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from lastrow.core.scheduler import Scheduler, SchedulerConfig
 from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets
 from lastrow.engine.engine import LLMEngine
+from lastrow.engine.invariance import check_invariance
 from lastrow.engine.memory import MemoryForecast, forecast
 from lastrow.engine.model_runner import ModelRunner
 from lastrow.engine.proposers import AssistantProposer, NgramProposer
 from lastrow.engine.spec_decode import Speculator
 from lastrow.kernels.dispatch import ReferenceOps
+from lastrow.kernels.fixed_order_ops import FixedOrderReferenceOps
 from lastrow.kernels.triton_ops import TritonOps
 from lastrow.kv.layout import DTYPE_BYTES
 from lastrow.kv.pool import KVPool
@@ -53,6 +55,10 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     logger.info("%s", plan.summary())
     tokenizer = Tokenizer(folder) if folder is not None else None
     model = load_model(config, shape, folder, getattr(torch, dtype), device, max_model_len)
+    if config.batch_invariant:
+        if shape.is_moe:
+            raise ConfigError("batch_invariant: the experts of a mixture are not computed in a fixed order; run without it")
+        logger.info("batch_invariant: %d matmuls compared, all bits equal", check_invariance(model.ops, model.weights))
     pool = KVPool(shape, plan.budget, config.kv_cache_dtype, getattr(torch, dtype), device)
     runner = ModelRunner(
         model, pool, vocab_size=shape.vocab_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
@@ -94,7 +100,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, batch_in
         name = "triton" if device.type == "cuda" else "reference"
     logger.info("backend %s on %s", name, device)
     if name == "reference":
-        return ReferenceOps(batch_invariant)
+        return FixedOrderReferenceOps() if batch_invariant else ReferenceOps()
     try:
         return TritonOps(batch_invariant, device, dtype)
     except ValueError as error:
