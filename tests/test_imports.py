@@ -34,11 +34,14 @@ ALLOWED: dict[str, set[str]] = {
     "chat_template": set(),
     "tokenizer": {"chat_template"},
     "engine": BASE | {"models", "kv", "kv.layout", "kernels", "weights", "tokenizer"},
-    "server": BASE | {"engine", "tokenizer", "weights"},
-    "harness": BASE | {"engine", "models", "kernels", "kv", "kv.layout", "weights", "tokenizer"},
-    "cli": BASE | {"server", "harness", "engine", "tokenizer", "weights"},
+    # LLM has a method for each kind of prefill-only work, which decisions do on the engine below it
+    "engine.llm": BASE | {"engine", "tokenizer", "decisions"},
+    "decisions": BASE | {"engine", "tokenizer", "chat_template"},
+    "server": BASE | {"engine", "decisions", "tokenizer", "weights"},
+    "harness": BASE | {"engine", "engine.llm", "decisions", "models", "kernels", "kv", "kv.layout", "weights", "tokenizer"},
+    "cli": BASE | {"server", "harness", "engine", "engine.llm", "decisions", "tokenizer", "weights"},
     "__main__": {"cli"},
-    "": {"core", "engine"},
+    "": {"core", "engine.llm"},
 }
 # Third-party modules by part; every other one may be imported by nobody. "": all parts.
 ONLY_IN: dict[str, set[str]] = {
@@ -50,7 +53,10 @@ ONLY_IN: dict[str, set[str]] = {
     "jinja2": {"chat_template", "engine", "harness", "server"},
     "huggingface_hub": {"weights"},
     "rich": {"progress", "harness", "cli", "server"},
-    "matplotlib": {"harness"},
+    "matplotlib": {"harness", "decisions"},
+    "yaml": {"decisions"},
+    "pyarrow": {"decisions"},
+    "lm_eval": {"decisions"},
     "transformers": {"harness"},
     "llguidance": {"engine"},
     "fastapi": {"server"},
@@ -62,7 +68,7 @@ ONLY_IN: dict[str, set[str]] = {
     "msgspec": {"server"},
 }
 # The engine must import on a machine that has none of these: they are imported inside functions only.
-LAZY = {"rich", "matplotlib", "transformers", "huggingface_hub", "llguidance"}
+LAZY = {"rich", "matplotlib", "transformers", "huggingface_hub", "llguidance", "yaml", "pyarrow"}
 TORCH_FREE = {"core", "config", "models.config", "models.shapes", "kv.layout", "tokenizer", "chat_template", "cli", ""}
 
 

@@ -45,7 +45,8 @@ class Tokenizer:
     generation_config.json.
 
     bos_token_id: int. eos_token_ids: every id that ends an answer, the union of generation_config.json's and {1, 106, 50}.
-    special_ids: name -> id for those of SPECIAL_TOKENS that the vocabulary has. Raises TokenizerError."""
+    special_ids: name -> id for those of SPECIAL_TOKENS that the vocabulary has. added_tokens: texts found before any merge, special or
+    not. Raises TokenizerError."""
 
     def __init__(self, path: str | Path) -> None:
         import tokenizers
@@ -76,6 +77,7 @@ class Tokenizer:
         self.eos_token_ids = STOP_IDS | _ids(generation.get("eos_token_id"), self.path / "generation_config.json")
         added = self._tokenizer.get_added_tokens_decoder()
         self.all_special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.added_tokens = tuple(token.content for token in added.values())
         self._bytes = {i: b for b in range(256) if (i := self._tokenizer.token_to_id(f"<0x{b:02X}>")) is not None}
         self._texts: dict[int, str | None] = {}
 

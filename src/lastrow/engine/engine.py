@@ -83,7 +83,8 @@ class LLMEngine:
 
         priority: lower runs earlier. stream: `step` returns its output every time it grows, else once, at its end.
         label_token_ids: logits of these ids at prompt_rows (default: the last one), and nothing is sampled; with
-        params.logprobs set, the logsumexp over the vocabulary, too. fork_of, fork_num_tokens: see Scheduler.add_request.
+        params.logprobs set, the logsumexp over the vocabulary, too. With params.prompt_logprobs, prompt_rows are the rows whose next
+        token's logprob is wanted (default: all). fork_of, fork_num_tokens: see Scheduler.add_request.
         With n > 1 the completions share the prompt's K/V."""
         if request_id in self.outputs.groups:
             raise ValueError(f"request {request_id}: a request with this id is not finished yet")
@@ -121,7 +122,7 @@ class LLMEngine:
         if labels is not None:
             rows = [len(ids) - 1] if prompt_rows is None and labels else rows
         elif params.prompt_logprobs is not None and index == 0:
-            rows = range(len(ids) - 1)
+            rows = range(len(ids) - 1) if prompt_rows is None else prompt_rows
         name = request_id if params.n == 1 else f"{index}_{request_id}"
         return Request(name, ids, params, stops, rows, labels, priority, cache_salt, arrival, buffer)
 

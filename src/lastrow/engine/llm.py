@@ -6,6 +6,8 @@ import gc
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lastrow.config import EngineConfig
@@ -113,6 +115,56 @@ class LLM:
         params = self._params(sampling_params, 1)[0]
         self.engine.add_request(request_id, tokens, params, prompt=text, stream=True)
         return self._follow(request_id)
+
+    # ------------------------------------------------------------------------------------------------------ prefill only
+    def decide(self, state: Any, questions: Any, *, use_tqdm: bool = True, output: str | Path | None = None, **options: Any) -> Any:
+        """Probability of every allowed answer to every question about a state: lastrow.decisions.DecisionOutput.
+
+        state: a text, JSON data (a mapping), a list of those (then the results are a list), or another iterable of them (then an
+        iterator that keeps only what is running in memory). questions: see `decisions.questions.parse_questions`. options: those of
+        `decisions.api.Decider.question_set` (label_mass, diagnostics, truncate, calibration, instructions, prompt_template, ...).
+        output: a .jsonl file that grows as states are done; a run over the same states goes on behind its last line. A single state's
+        error is raised; one among many is in its output's `error`."""
+        from lastrow.decisions.api import decide
+
+        return decide(self._decider, state, questions, use_tqdm, output, options)
+
+    def score(self, prompt: Any, choices: Any = None, *, use_tqdm: bool = True, output: str | Path | None = None) -> Any:
+        """Log probability of each choice behind a prompt, exact for choices of any number of tokens: lastrow.decisions.ScoreOutput.
+
+        prompt: a text or token ids, or a list or iterable of them, with one list of choices for all; with choices=None the items are
+        (prompt, choices). The texts are put behind one another as they are. Errors and output as in `decide`."""
+        from lastrow.decisions.api import score
+
+        return score(self._decider, prompt, choices, use_tqdm, output)
+
+    def loglikelihood(self, pairs: Any, *, use_tqdm: bool = True) -> Any:
+        """(context, continuation) pairs, texts or token ids, in a list or an iterable -> lastrow.decisions.Loglikelihood of each, as
+        lm-eval defines it. Neighbours with the same context share it. Raises ValueError."""
+        from lastrow.decisions.api import loglikelihood
+
+        return loglikelihood(self._decider, pairs, use_tqdm)
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instructions: str | None = None,
+        prompt_template: str | Path | None = None,
+    ) -> Any:
+        """Documents by the probability that they answer the query, most relevant first: a list of lastrow.decisions.Ranked. The query
+        is computed once. Raises ValueError."""
+        from lastrow.decisions.api import ranked
+
+        return ranked(documents, self._decider.rank(query, documents, instructions, prompt_template), top_n)
+
+    @cached_property
+    def _decider(self) -> Any:
+        from lastrow.decisions.api import Decider
+
+        return Decider(self.engine)
 
     def _follow(self, request_id: str) -> Iterator[RequestOutput]:
         try:

@@ -1,0 +1,103 @@
+"""Runs jobs on an engine of this process: enough of them at once to fill its steps, no more, and their results in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from lastrow.core.output import RequestOutput
+from lastrow.decisions.plan import Job, Read, Unit
+from lastrow.engine.engine import LLMEngine
+
+T = TypeVar("T")
+AHEAD = 2  # steps' worth of work that waits at the engine, so that it is never without
+MAX_HELD = 4096  # results that may wait for an earlier one
+_ids = itertools.count()
+
+
+class _Open(Generic[T]):
+    """A job whose units are at the engine."""
+
+    def __init__(self, place: int, job: Job[T]) -> None:
+        self.place, self.job = place, job
+        self.ids: list[str] = []
+        self.reads: dict[str, Read] = {}
+
+
+class JobDriver:
+    """One engine. Not for use while something else steps that engine: its outputs would be lost."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        limits = engine.scheduler.config
+        self._max_units, self._max_tokens = AHEAD * limits.max_num_seqs, AHEAD * limits.max_num_batched_tokens
+        self._jobs: dict[str, _Open[Any]] = {}
+        self._tokens: dict[str, int] = {}
+
+    def run(self, jobs: Iterable[Job[T]]) -> Iterator[T | ValueError]:
+        """Results in the jobs' order; in the place of a job that raised ValueError, the error. Takes jobs as the engine has room.
+        Closing the iterator early ends what runs."""
+        waiting = enumerate(jobs)
+        done: dict[int, Any] = {}
+        next_place, more = 0, True
+        try:
+            while more or self._jobs or done:
+                while more and self._has_room(len(done)):
+                    entry = next(waiting, None)
+                    more = entry is not None
+                    if entry is not None:
+                        self._advance(_Open(*entry), None, done)
+                while next_place in done:
+                    yield done.pop(next_place)
+                    next_place += 1
+                if self._jobs:
+                    for output in self.engine.step():
+                        self._take(output, done)
+        finally:
+            self.engine.abort(list(self._jobs))
+            self._jobs.clear()
+            self._tokens.clear()
+
+    def _has_room(self, held: int) -> bool:
+        return not self._jobs or (len(self._jobs) < self._max_units and sum(self._tokens.values()) < self._max_tokens and held < MAX_HELD)
+
+    def _advance(self, job: _Open[Any], reads: list[Read] | None, done: dict[int, Any]) -> None:
+        """Give a job what it asked for and queue what it asks for next."""
+        try:
+            units = next(job.job) if reads is None else job.job.send(reads)
+            while not units:
+                units = job.job.send([])
+            self._queue(job, units)
+        except StopIteration as end:
+            done[job.place] = end.value
+        except ValueError as error:
+            self._drop(job)
+            done[job.place] = error
+
+    def _queue(self, job: _Open[Any], units: list[Unit]) -> None:
+        job.ids, job.reads = [f"read-{next(_ids)}" for _ in units], {}
+        for name, unit in zip(job.ids, units, strict=True):
+            self.engine.add_request(
+                name, unit.prompt_token_ids, unit.params, prompt_rows=unit.prompt_rows, label_token_ids=unit.label_token_ids,
+                fork_of=None if unit.parent is None else job.ids[unit.parent], fork_num_tokens=unit.fork_num_tokens,
+            )  # fmt: skip
+            self._jobs[name] = job
+            self._tokens[name] = unit.num_own_tokens
+
+    def _drop(self, job: _Open[Any]) -> None:
+        self.engine.abort([name for name in job.ids if self._jobs.pop(name, None) is not None])
+        for name in job.ids:
+            self._tokens.pop(name, None)
+
+    def _take(self, output: RequestOutput, done: dict[int, Any]) -> None:
+        job = self._jobs.get(output.request_id)
+        if job is None or not output.finished:
+            return
+        del self._jobs[output.request_id], self._tokens[output.request_id]
+        logprobs = {at: entry for at, entry in enumerate(output.prompt_logprobs or ()) if entry is not None}
+        job.reads[output.request_id] = Read(
+            output.label_logits or {}, logprobs, output.outputs[0].token_ids, output.num_cached_tokens
+        )  # fmt: skip
+        if len(job.reads) == len(job.ids):
+            self._advance(job, [job.reads[name] for name in job.ids], done)
