@@ -90,6 +90,8 @@ class SpeculativeConfig:
         known = [item.name for item in fields(cls)]
         if unknown := sorted(set(value) - set(known)):
             raise ConfigError(f"speculative_config.{unknown[0]} is not known: one of {', '.join(known)} is needed")
+        if not isinstance(value.get("model"), str | None):
+            raise ConfigError(f"speculative_config.model is {value['model']!r}: a folder, a hub id or tiny-e-assistant is needed")
         if not value:
             raise ConfigError(f"speculative_config is empty: write {SPECULATIVE_EXAMPLE}")
         return cls(**value)

@@ -16,9 +16,10 @@ from lastrow.core.stats import SpecDecodeStats
 from lastrow.engine.proposers import NgramIndex
 from lastrow.engine.sampler import draw
 from lastrow.engine.sampling_state import uniforms
-from lastrow.engine.spec_decode import FIRST_PAUSE, LONGEST_PAUSE, DraftLength, accept, best_length, expected_tokens
+from lastrow.engine.spec_decode import FIRST_PAUSE, LONGEST_PAUSE, DraftLength, accept, best_length, cost_of_draft, expected_tokens
 from lastrow.models.config import ConfigError
 
+COST = 0.1
 VOCAB, SAMPLES = 4, 8_000
 CHI_SQUARE_999 = {15: 37.70, 2: 13.82, 1: 10.83}
 """99.9 % quantiles of the chi-square distribution by degrees of freedom (Abramowitz and Stegun, table 26.8)."""
@@ -115,31 +116,39 @@ def test_best_length_grows_with_acceptance_and_is_zero_where_drafts_cost_more_th
     assert best_length(0.09, 0.1, 4) == 0 and best_length(0.11, 0.1, 4) == 1  # one draft pays when its rate exceeds its cost
 
 
+def test_a_full_batch_makes_drafts_dear() -> None:
+    """Alone, a draft costs the proposer's time; in a batch that is bound by arithmetic, it costs what every row costs."""
+    costs = [cost_of_draft(0.1, n) for n in (1, 16, 64, 256, 100_000)]
+    assert costs == sorted(costs) and costs[0] == pytest.approx(0.11, abs=0.01) and costs[-1] == 1.0
+    assert [best_length(0.6, cost, 4) for cost in costs] == sorted((best_length(0.6, cost, 4) for cost in costs), reverse=True)
+    assert best_length(0.6, costs[0], 4) >= 2 and best_length(0.6, costs[-1], 4) == 0
+
+
 def test_a_request_stops_drafting_where_it_does_not_pay_and_tries_again() -> None:
-    length = DraftLength(4, cost=0.1, prior=0.6)
+    length = DraftLength(4, prior=0.6)
     asked = []
     for _ in range(400):  # nothing ever stands: every step brings one token
-        asked.append(length.current)
-        length.observe(asked[-1], 0, 1)
+        asked.append(length.wanted(COST))
+        length.observe(asked[-1], 0, 1, COST)
     tries = [i for i, k in enumerate(asked) if k]
     pauses = [b - a - 1 for a, b in pairwise(tries) if b > a + 1]
     assert asked[0] == 3 and pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
     assert length.num_switched_off == len(pauses) + 1 and sum(asked) < 40
     waited = 0
-    while not length.current:
-        length.observe(0, 0, 1)
+    while not length.wanted(COST):
+        length.observe(0, 0, 1, COST)
         waited += 1
     assert waited <= LONGEST_PAUSE
     for _ in range(60):  # now everything stands
-        length.observe(length.current, length.current, length.current + 1)
-    assert length.current == 4
+        length.observe(length.wanted(COST), length.wanted(COST), length.wanted(COST) + 1, COST)
+    assert length.wanted(COST) == 4
 
 
 def test_without_adaptation_the_number_stays() -> None:
-    length = DraftLength(4, cost=0.1, prior=0.6, adaptive=False)
+    length = DraftLength(4, prior=0.6, adaptive=False)
     for _ in range(50):
-        length.observe(4, 0, 1)
-    assert length.current == 4 and length.num_switched_off == 0
+        length.observe(4, 0, 1, COST)
+    assert length.wanted(COST) == 4 and length.num_switched_off == 0
 
 
 def test_stats_count_by_position() -> None:
@@ -187,6 +196,7 @@ def test_ngram_index_finds_what_the_rule_says(tokens: list[int], shortest: int, 
         ('{"method": "ngram", "simulated_acceptance": 0.5}', "dummy or simulated drafts are for load_format=dummy"),
         ('{"model": "dummy"}', "dummy or simulated drafts are for load_format=dummy"),
         ('{"model": "x", "simulated_acceptance": 2}', "simulated_acceptance is 2: a probability"),
+        ('{"model": 7}', "model is 7: a folder, a hub id"),
         ("{}", "is empty"),
         ("4", "is a int"),
         ("{", "is no JSON"),

@@ -40,7 +40,7 @@ class DraftRows:
 
 
 class Proposer(Protocol):
-    """cost: time of one more draft, proposed and verified, as a share of a step without drafts; it decides when drafting pays."""
+    """cost: time to propose one more draft, as a share of a step of the target for one request; it decides when drafting pays."""
 
     cost: float
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -21,6 +22,9 @@ from lastrow.engine.proposers import DraftRows, Proposer
 PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # what is believed of the first request, and how many tested drafts outweigh a belief
 FORGET = 0.85  # weight of older verifications at each new one: about the last seven count
 SHARED_FORGET = 0.99
+ROW_COST = 0.007
+"""One more row of the target as a share of a decode step that only reads weights: E2B in bf16 on an H200, 4.6 GFLOP a row at
+650 TFLOP/s against 1 ms."""
 FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # tokens without drafts before one more try, doubled while it does not pay
 
 
@@ -44,6 +48,19 @@ def best_length(rate: float, cost: float, most: int) -> int:
     return max(range(most + 1), key=lambda k: (expected_tokens(rate, k) / (1.0 + cost * k), -k))
 
 
+@lru_cache(maxsize=256)
+def _lengths_by_rate(cost: float, most: int) -> tuple[int, ...]:
+    """`best_length` at the rates 0, 0.01 .. 1."""
+    return tuple(best_length(percent / 100, cost, most) for percent in range(101))
+
+
+def cost_of_draft(own: float, num_requests: int) -> float:
+    """The `cost` of `best_length` when num_requests decode together: a step takes 1 + ROW_COST * requests, and one more draft for each
+    of them adds a row of the target and `own`, the proposer's share."""
+    rows = ROW_COST * num_requests
+    return round((own + rows) / (1.0 + rows), 2)
+
+
 class AcceptanceRate:
     """Share of tested drafts that stood, recent ones weighing more; the prior fades with them. A draft behind a rejected one was not
     tested."""
@@ -64,30 +81,30 @@ class AcceptanceRate:
 class DraftLength:
     """How many drafts one request asks for: the best number for its acceptance; after a pause, one more try where that is 0."""
 
-    def __init__(self, most: int, cost: float, prior: float, adaptive: bool = True) -> None:
-        self.most, self.cost, self.adaptive = most, cost, adaptive
+    def __init__(self, most: int, prior: float, adaptive: bool = True) -> None:
+        self.most, self.adaptive = most, adaptive
         self.rate = AcceptanceRate(FORGET, prior)
         self._pause = FIRST_PAUSE
         self._resume_at = 0
         self._tokens = 0
         self.num_switched_off = 0
 
-    @property
-    def current(self) -> int:
+    def wanted(self, cost: float) -> int:
         """Drafts to ask for now; 0 during a pause."""
         if not self.adaptive:
             return self.most
-        if self._tokens < self._resume_at:
-            return 0
-        return max(1, best_length(self.rate.value, self.cost, self.most))
+        return 0 if self._tokens < self._resume_at else max(1, self._best(cost))
 
-    def observe(self, drafted: int, stood: int, tokens: int) -> None:
+    def _best(self, cost: float) -> int:
+        return _lengths_by_rate(cost, self.most)[round(100 * self.rate.value)]
+
+    def observe(self, drafted: int, stood: int, tokens: int, cost: float) -> None:
         """A step brought `tokens` tokens; `stood` of its `drafted` drafts are among them."""
         self._tokens += tokens
         if not drafted:
             return
         self.rate.observe(drafted, stood)
-        if best_length(self.rate.value, self.cost, self.most) > 0:
+        if self._best(cost) > 0:
             self._pause = FIRST_PAUSE
         elif self.adaptive:
             self._resume_at = self._tokens + self._pause
@@ -138,29 +155,30 @@ class Speculator:
         self._coin = random.Random(0)
         self._shared = AcceptanceRate(SHARED_FORGET, PRIOR_RATE)
         self._lengths: dict[str, DraftLength] = {}
+        self._cost = proposer.cost
 
     def length_of(self, request: Request) -> DraftLength:
         length = self._lengths.get(request.request_id)
         if length is None:
-            length = DraftLength(self.most, self.proposer.cost, self._shared.value, self.adaptive)
+            length = DraftLength(self.most, self._shared.value, self.adaptive)
             self._lengths[request.request_id] = length
         return length
 
     @property
     def is_drafting(self) -> bool:
         """Whether some running request asks for drafts now: then the next step needs this one's tokens on the host first."""
-        return any(length.current for length in self._lengths.values())
+        return any(length.wanted(self._cost) for length in self._lengths.values())
 
     def start(self, step: StepInputs, hidden: torch.Tensor, sampled: torch.Tensor) -> PendingDrafts | None:
         """Behind a step's sampling: hidden [R, H] of its wanted rows, sampled [n] of its sampled rows. Does not wait for the device."""
-        rows = DraftRows()
-        first = 0
+        rows, first = DraftRows(), 0
+        self._cost = cost_of_draft(self.proposer.cost, len(step.parts))
         while first < len(step.sample_parts):
             part_index = step.sample_parts[first]
             part = step.parts[part_index]
             params, known = part.request.sampling_params, len(part.request.output_token_ids)
             room = self.most + 1 if params.max_tokens is None else params.max_tokens - known - 2
-            length = max(0, min(self.length_of(part.request).current, room))
+            length = max(0, min(self.length_of(part.request).wanted(self._cost), room))
             rows.add(part, int(step.slots[part_index]), first, int(step.sample_positions[first]), length)
             first += 1 + len(part.draft_token_ids)
         if not rows.requests:
@@ -188,7 +206,7 @@ class Speculator:
         stood = next((i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), min(drafted, len(tokens)))
         length = self.length_of(request)
         off = length.num_switched_off
-        length.observe(drafted, stood, len(tokens))
+        length.observe(drafted, stood, len(tokens), self._cost)
         if drafted:
             self._shared.observe(drafted, stood)
             self.stats.record(drafted, stood, len(tokens))
