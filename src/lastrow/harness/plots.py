@@ -23,9 +23,12 @@ def _axes(title: str, width: float, height: float) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, path: str | Path) -> None:
-    """Write the picture; the file's ending chooses the format (svg, png, pdf). No date in it, so equal data give equal files."""
+    """Write the picture; the file's ending chooses the format (svg, png, pdf). No date and no random ids in it: equal data give equal files."""
+    from matplotlib import rc_context
+
     kind = Path(path).suffix.lower()
-    figure.savefig(path, metadata={"Date": None} if kind == ".svg" else None)
+    with rc_context({"svg.hashsalt": "lastrow"}):
+        figure.savefig(path, metadata={"Date": None} if kind == ".svg" else None)
 
 
 def bars(

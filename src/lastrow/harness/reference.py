@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lastrow.kernels import geglu
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.models.config import Gemma4Config, from_dict
 from lastrow.models.gemma4 import Gemma4Model
@@ -15,6 +17,7 @@ from lastrow.models.weights import LayerWeights, ModelWeights
 from lastrow.weights.loader import PackGateUp, pack_layer
 from lastrow.weights.names import LAYER_NORMS, expected_shapes
 
+UnpackGateUp = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 FULL, SLIDING = "full_attention", "sliding_attention"
 BASE: dict[str, Any] = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 10, "num_attention_heads": 8,
@@ -61,7 +64,8 @@ def random_reference(shape: dict[str, Any], seed: int = 0, attention: str = "eag
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     torch.manual_seed(seed)
-    hf_config = Gemma4TextConfig(**(shape | {"layer_types": list(shape["layer_types"])}))
+    arguments: Any = shape | {"layer_types": list(shape["layer_types"])}  # transformers changes the list it gets
+    hf_config = Gemma4TextConfig(**arguments)
     hf_config._attn_implementation = attention
     model = Gemma4ForCausalLM(hf_config).eval().float()
     with torch.no_grad():
@@ -115,25 +119,27 @@ def model_of(reference: Any, config: Gemma4Config, max_positions: int = 512, ops
     return Gemma4Model(config, weights_from_state(config, reference.state_dict(), ops.pack_gate_up), ops, max_positions)
 
 
-def state_from_weights(config: Gemma4Config, weights: ModelWeights) -> dict[str, torch.Tensor]:
-    """The transformers state dict of our weights: every tensor of `expected_shapes`, named `model.…`; gate_up must be packed as
-    the reference backend packs it. Models with experts are not covered."""
+def state_from_weights(
+    config: Gemma4Config, weights: ModelWeights, unpack_gate_up: UnpackGateUp = geglu.reference_unpack
+) -> dict[str, torch.Tensor]:
+    """The transformers state dict of our weights: every tensor of `expected_shapes`, named `model.…`. unpack_gate_up: of the
+    backend that packed them. Models with experts are not covered."""
     state = {"embed_tokens.weight": weights.embed, "norm.weight": weights.norm}
     if config.has_ple:
         state["embed_tokens_per_layer.weight"] = _present(weights.ple_table)
         state["per_layer_model_projection.weight"] = _present(weights.ple_model_projection)
         state["per_layer_projection_norm.weight"] = _present(weights.ple_projection_norm)
     for i, layer in enumerate(weights.layers):
-        state |= {f"layers.{i}.{name}": tensor for name, tensor in _layer_state(config, i, layer).items()}
+        state |= {f"layers.{i}.{name}": tensor for name, tensor in _layer_state(config, i, layer, unpack_gate_up).items()}
     wrong = [name for name, shape in expected_shapes(config).items() if name not in state or tuple(state[name].shape) != shape]
     if wrong:
         raise ValueError(f"these weights do not spell out {len(wrong)} tensors of the config, the first is {wrong[0]}")
     return {f"model.{name}": tensor for name, tensor in state.items()}
 
 
-def _layer_state(config: Gemma4Config, i: int, layer: LayerWeights) -> dict[str, torch.Tensor]:
+def _layer_state(config: Gemma4Config, i: int, layer: LayerWeights, unpack_gate_up: UnpackGateUp) -> dict[str, torch.Tensor]:
     query, kv = config.num_attention_heads * config.layer_head_dim(i), config.layer_kv_heads(i) * config.layer_head_dim(i)
-    gate, up = layer.gate_up.chunk(2)
+    gate, up = unpack_gate_up(layer.gate_up)
     state = {name: getattr(layer, field) for field, name in LAYER_NORMS.items()}
     state |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": layer.down, "layer_scalar": layer.scalar}
     state |= {"self_attn.q_proj.weight": layer.qkv[:query], "self_attn.o_proj.weight": layer.o, "self_attn.q_norm.weight": layer.q_norm}
