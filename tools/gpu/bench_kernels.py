@@ -166,16 +166,22 @@ def bench_attention(b: Bench) -> None:
             q = rnd(rows.num_rows, 8, d, scale=0.25)
             plain, special = attention.triton, attention_ws.triton
             args = (q, kv, rows, table, window)
-            variants: Variants = {
-                "tiled": lambda: plain(*args),
-                "ws one tile": lambda: special(*args, config=attention_ws.WsConfig(ws.keys, 256, persistent=False)),
-                "ws persistent": lambda: special(*args, config=attention_ws.WsConfig(ws.keys, 256)),
+            configs = {
+                f"ws {'strided' if batch == 0 else batch}{', TMA out' if parts else ''}": attention_ws.WsConfig(
+                    ws.keys, 256, parts=parts, batch=batch
+                )
+                for batch in (1, 2, 4, 8, 0)
+                for parts in ((0, 2) if d == 256 else (0,))
             }
             if d == 256:
-                variants["ws persistent, TMA out"] = lambda: special(*args, config=attention_ws.WsConfig(64, 256, parts=2))
-                variants["ws keys 32, 4 stages"] = lambda: special(*args, config=attention_ws.WsConfig(32, 256, stages=4))
+                configs["ws 4, keys 32, 4 stages"] = attention_ws.WsConfig(32, 256, stages=4, batch=4)
             else:
-                variants["ws keys 64, 1 stage"] = lambda: special(*args, config=attention_ws.WsConfig(64, 256, stages=1))
+                configs["ws 4, keys 64, 1 stage"] = attention_ws.WsConfig(64, 256, stages=1, batch=4)
+            variants: Variants = {
+                "tiled": lambda: plain(*args),
+                "ws": lambda: special(*args),
+                **{name: lambda c=c: special(*args, config=c) for name, c in configs.items()},
+            }
             few = sum(lens[:5])  # the reference on the first sequences
             small = QueryRows(rows.positions[:few], rows.seq_index[:few], rows.block_tables, rows.q_lens[:5], rows.kv_lens[:5])
             expected = attention.reference(q[:few].float(), kv, small, table, window)

@@ -24,14 +24,17 @@ except ImportError:
     def next_power_of_2(n: int) -> int:
         return 1 << (n - 1).bit_length()
 
-    class jit:
-        """Stands for a kernel that cannot be launched here."""
+    class Kernel:
+        """A kernel that cannot be launched here."""
 
         def __init__(self, fn: Any) -> None:
             self.fn = fn
 
         def __getitem__(self, grid: Any) -> Any:
             raise RuntimeError(f"{self.fn.__name__} needs triton: pip install 'lastrow[gpu]', or run with --backend reference")
+
+    def jit(fn: Any = None, **options: Any) -> Any:
+        return Kernel if fn is None else Kernel(fn)
 
 
 L2E = tl.constexpr(1.4426950408889634)

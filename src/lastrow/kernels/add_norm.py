@@ -44,7 +44,7 @@ def reference(
     return x, None if pre_weight is None else rms_norm(x, pre_weight, eps)
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def add_norm_kernel(
     h_ptr, x_ptr, post_ptr, pre_ptr, scalar_ptr, out_ptr, next_ptr, rows, eps,
     H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_SCALAR: tl.constexpr, HAS_PRE: tl.constexpr,

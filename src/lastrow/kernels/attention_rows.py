@@ -47,7 +47,7 @@ def load_kv_tile(
     return k, v, k_scale, v_scale
 
 
-@jit
+@jit(do_not_specialize=["splits"])
 def split_attention_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, seq_ptr, table_ptr, part_ptr, ml_ptr, out_ptr,
     table_stride, splits,
@@ -94,7 +94,7 @@ def split_attention_kernel(
             tl.store(ml_ptr + part * 2 + 1, total, mask=h < G)
 
 
-@jit
+@jit(do_not_specialize=["splits"])
 def combine_splits_kernel(
     part_ptr, ml_ptr, positions_ptr, out_ptr, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,

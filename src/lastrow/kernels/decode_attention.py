@@ -39,7 +39,7 @@ def reference(
     return attention.reference(q, kv, rows, block_table, window)
 
 
-@jit
+@jit(do_not_specialize=["splits", "plane"])
 def decode_attention_kernel(
     qkv_ptr, qkv_stride, positions_ptr, seq_ptr, slots_ptr, table_ptr, table_stride, rope_ptr, q_weight_ptr, k_weight_ptr,
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, part_ptr, ml_ptr, counter_ptr, out_ptr, splits, plane, eps,

@@ -16,6 +16,7 @@ class ReferenceOps:
     name = "reference"
     has_gemv = False
     pack_gate_up = staticmethod(geglu.reference_pack)
+    unpack_gate_up = staticmethod(geglu.reference_unpack)
 
     def __init__(self, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant

@@ -46,7 +46,7 @@ def reference_qkv(
     return q
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def qkv_matmul_kernel(
     x_desc, w_desc, q_desc, positions_ptr, slots_ptr, rope_ptr, q_weight_ptr, k_weight_ptr, k_ptr, v_ptr, k_scale_ptr,
     v_scale_ptr, M, K, eps,

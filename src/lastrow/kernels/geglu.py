@@ -19,6 +19,12 @@ def reference_pack(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.cat([gate, up])
 
 
+def reference_unpack(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `reference_pack` was given, as views."""
+    gate, up = gate_up.chunk(2)
+    return gate, up
+
+
 def reference(h: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """h [T, H], gate_up from `reference_pack` -> gelu_tanh(h @ gate.T) * (h @ up.T), [T, I]."""
     gate, up = F.linear(h, gate_up).chunk(2, -1)
@@ -29,6 +35,11 @@ def pack(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gate, up [I, H] -> the weight `triton` takes, [2I, H]: gate 0, up 0, gate 1, up 1, ... so that both halves of an
     output are in one tile of the matmul."""
     return torch.stack([gate, up], 1).flatten(0, 1)
+
+
+def unpack(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `pack` was given."""
+    return gate_up[0::2].contiguous(), gate_up[1::2].contiguous()
 
 
 @jit

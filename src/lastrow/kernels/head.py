@@ -66,7 +66,7 @@ def triton(
     return out
 
 
-@jit
+@jit(do_not_specialize=["labels"])
 def labels_kernel(
     h_ptr, table_ptr, ids_ptr, out_ptr, labels, cap,
     H: tl.constexpr, BLOCK: tl.constexpr, LABELS: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -97,7 +97,7 @@ def triton_labels(h: torch.Tensor, table: torch.Tensor, label_ids: torch.Tensor,
     return out
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def logsumexp_kernel(
     h_ptr, table_ptr, part_ptr, rows, V, cap,
     H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, HAS_CAP: tl.constexpr,

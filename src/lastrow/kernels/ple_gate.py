@@ -14,7 +14,7 @@ def reference(gate: torch.Tensor, ple: torch.Tensor, index: int) -> torch.Tensor
     return F.gelu(gate, approximate="tanh").mul_(ple[:, index])
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def ple_gate_kernel(
     gate_ptr, ple_ptr, out_ptr, rows, ple_stride, ple_offset,
     P: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,

@@ -61,7 +61,7 @@ def norm_rope(a, b, rstd, weight_ptr, cos, sin, D: tl.constexpr, dtype: tl.const
     return a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]
 
 
-@jit
+@jit(do_not_specialize=["plane"])
 def qkv_epilogue_kernel(
     qkv_ptr, qkv_stride, q_ptr, positions_ptr, slots_ptr, rope_ptr, q_weight_ptr, k_weight_ptr,
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, plane, eps,

@@ -44,6 +44,7 @@ class TritonOps:
 
     name = "triton"
     pack_gate_up = staticmethod(geglu.pack)
+    unpack_gate_up = staticmethod(geglu.unpack)
 
     def __init__(
         self,
