@@ -12,6 +12,7 @@ from lastrow.config import EngineConfig, SpeculativeConfig
 from lastrow.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from lastrow.core.scheduler import Scheduler, SchedulerConfig
 from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets
+from lastrow.engine.draft_graphs import DraftGraphs
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.invariance import check_invariance
 from lastrow.engine.memory import MemoryForecast, forecast
@@ -124,7 +125,12 @@ def make_speculator(config: SpeculativeConfig, model: Gemma4Model, runner: Model
         proposer, advice = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), None
     else:
         assistant = load_assistant(config.model, model)
-        proposer = AssistantProposer(assistant, runner.pool, runner.inputs.block_tables)
+        drafter, inputs = assistant, runner.inputs
+        if isinstance(runner.graphs, CUDAGraphs):
+            contexts = runner.graphs.buckets.contexts
+            drafter = DraftGraphs(assistant, runner.pool, inputs.block_tables, inputs.null_slot, contexts, inputs.null_slot)
+            drafter.warm_up()
+        proposer = AssistantProposer(drafter, runner.pool, inputs.block_tables)
         advice = assistant.config.num_draft_tokens
     most = config.num_speculative_tokens or advice or DEFAULT_DRAFTS
     return Speculator(proposer, most, config.adaptive, config.simulated_acceptance)

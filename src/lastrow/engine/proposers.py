@@ -13,7 +13,6 @@ from lastrow.core.output import ScheduledRequest
 from lastrow.core.request import Request
 from lastrow.kernels.rows import QueryRows
 from lastrow.kv.pool import KVPool
-from lastrow.models.gemma4_assistant import Gemma4Assistant
 
 
 @dataclass(slots=True)
@@ -56,12 +55,18 @@ class Proposer(Protocol):
     def drop(self, request_id: str) -> None: ...
 
 
+class Drafter(Protocol):
+    """A Gemma4Assistant, or captured steps of one."""
+
+    def draft(self, token_ids: torch.Tensor, hidden: torch.Tensor, rows: QueryRows, pool: KVPool, num_tokens: int) -> torch.Tensor: ...
+
+
 class AssistantProposer:
     """Drafts of a Gemma 4 assistant. block_tables: those of the runner, by slot."""
 
     cost = 0.1
 
-    def __init__(self, assistant: Gemma4Assistant, pool: KVPool, block_tables: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(self, assistant: Drafter, pool: KVPool, block_tables: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.assistant = assistant
         self.pool = pool
         self.block_tables = block_tables
