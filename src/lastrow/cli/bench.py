@@ -1,10 +1,11 @@
-"""`lastrow bench prefill`: interleaved arms, a null arm, and a record where one is asked for."""
+"""`lastrow bench prefill | matrix`: interleaved arms, a null arm, and a record where one is asked for."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 LENGTHS = "128,512,1024,2048"
 
@@ -18,27 +19,58 @@ def lengths(text: str) -> tuple[int, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "bench", choices=("prefill",), metavar="BENCH", help="prefill: one prompt on a CPU, against all rows and transformers"
-    )
-    parser.add_argument("--shape", default="e2b-eighth", metavar="NAME", help="named shape with dummy fp32 weights (default: e2b-eighth)")
+        "bench", choices=("prefill", "matrix"), metavar="BENCH",
+        help="prefill: one prompt on a CPU, against all rows and transformers; matrix: whole requests on one GPU, by case and arm",
+    )  # fmt: skip
+    parser.add_argument("--shape", metavar="NAME", help="named shape with dummy weights (default: e2b-eighth in fp32; matrix: e2b in bf16)")
     parser.add_argument(
-        "--lengths", type=lengths, default=lengths(LENGTHS), metavar="N,N", help=f"prompt lengths in tokens (default: {LENGTHS})"
+        "--arms", "--arm", metavar="A,B", help="some of the arms (prefill: all; matrix: fast,null,full of those and invariant,hf)"
     )
-    parser.add_argument("--rounds", type=int, default=12, metavar="N", help="times each arm runs at each length (default: 12)")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="torch threads (default: torch's own choice)")
-    parser.add_argument("--arms", metavar="A,B", help="fast,full,fast again,hf-cut,hf-full or some of them (default: all)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="measured runs of each arm (default: prefill 12, matrix 4)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and prompts (default: 0)")
     parser.add_argument("--record", metavar="DIR", help="write a page with pictures and raw rows into this folder (docs/benchmarks)")
     parser.add_argument("--json", action="store_true", help="the report with all raw rows, with stable keys")
+    prefill = parser.add_argument_group("prefill")
+    prefill.add_argument("--lengths", type=lengths, default=lengths(LENGTHS), metavar="N,N", help=f"prompt tokens (default: {LENGTHS})")
+    prefill.add_argument("--threads", type=int, default=0, metavar="N", help="torch threads (default: torch's own choice)")
+    matrix = parser.add_argument_group("matrix")
+    matrix.add_argument("--cases", metavar="A,B", help="some of the cases, by name (default: all)")
+    matrix.add_argument("--report", metavar="FILE", help="show or record an earlier run's --json report instead of measuring")
 
 
 def run(args: argparse.Namespace) -> None:
-    from lastrow.harness import bench
-
-    options = {} if args.arms is None else {"arms": tuple(args.arms.split(","))}
-    report = bench.run(bench.PrefillBench(args.shape, args.lengths, args.rounds, args.threads, args.seed, **options))
-    print(json.dumps(report, indent=1) if args.json else bench.render(report))
+    show = _matrix if args.bench == "matrix" else _prefill
+    report, text, write = show(args)
+    print(json.dumps(report, indent=1) if args.json else text)
     if args.record:
-        page = bench.write_record(report, Path(args.record))
+        page = write(report, Path(args.record))
         if not args.json:
             print(f"\nrecord: {page}")
+
+
+def _options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options that were given, lists split at commas; the others keep the bench's defaults."""
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return {name: tuple(value.split(",")) if name in ("arms", "cases") else value for name, value in given.items()}
+
+
+def _prefill(args: argparse.Namespace) -> tuple[dict[str, Any], str, Any]:
+    from lastrow.harness import bench
+
+    report = bench.run(bench.PrefillBench(**_options(args, "shape", "lengths", "rounds", "threads", "seed", "arms")))
+    return report, bench.render(report), bench.write_record
+
+
+def _matrix(args: argparse.Namespace) -> tuple[dict[str, Any], str, Any]:
+    from lastrow.harness import matrix_page
+
+    if args.report:
+        try:
+            report = json.loads(Path(args.report).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"--report {args.report}: not a report of `lastrow bench matrix --json` ({error})") from None
+    else:
+        from lastrow.harness import matrix
+
+        report = matrix.run(matrix.MatrixBench(**_options(args, "shape", "cases", "arms", "rounds", "seed")))
+    return report, matrix_page.render(report), matrix_page.write_record

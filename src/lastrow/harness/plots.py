@@ -23,7 +23,7 @@ def _axes(title: str, width: float, height: float) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, path: str | Path) -> None:
-    """Write the picture; the file's ending chooses the format (svg, png, pdf). No date and no random ids in it: equal data give equal files."""
+    """Write the picture; its ending chooses the format (svg, png, pdf). No date, no random ids: equal data give equal files."""
     from matplotlib import rc_context
 
     kind = Path(path).suffix.lower()
