@@ -8,28 +8,26 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
-
-import zmq
-import zmq.asyncio
 
 from lastrow.config import EngineConfig
 from lastrow.server import wire
+from lastrow.server.channel import Channel
 
 logger = logging.getLogger("lastrow.server")
 STOP_TIMEOUT = 5.0
 
 
-def _engine_main(config: EngineConfig, address: str, log_level: int) -> None:
+def _engine_main(config: EngineConfig, connection: Connection, log_level: int) -> None:
     """In the new process. Imported there: the server needs no torch."""
     from lastrow.server.engine_process import main
 
-    main(config, address, log_level)
+    main(config, connection, log_level)
 
 
 class EngineDeadError(RuntimeError):
@@ -70,32 +68,26 @@ class AsyncEngine:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._process: Any = None
-        self._folder = ""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watcher: asyncio.Task[None] | None = None
         self._last_sign = time.monotonic()
         self._stopping = False
 
     # ------------------------------------------------------------------------------------------------ life of the process
     async def start(self) -> None:
         """Start the process and return once it can take requests. Raises EngineDeadError when it cannot start."""
-        self._folder = tempfile.mkdtemp(prefix="lastrow-")  # only this user may enter it
-        address = f"ipc://{self._folder}/engine"
-        context = zmq.asyncio.Context()
-        self._commands, self._results = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        self._context = context
-        for socket, name in ((self._commands, "commands"), (self._results, "results")):
-            socket.set_hwm(0)
-            socket.bind(f"{address}.{name}")
         loop = asyncio.get_running_loop()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
         self._became_ready = loop.create_future()
         self._stopping, self.death, self.ready, self.stats = False, None, None, wire.Stats()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_engine_main, args=(self.config, address, self.log_level), name="lastrow-engine", daemon=True
-        )
+        self._process = context.Process(target=_engine_main, args=(self.config, theirs, self.log_level), name="lastrow-engine", daemon=True)
         self._process.start()
+        theirs.close()
+        self._channel = Channel(ours)
         self._sentinel = self._process.sentinel
         loop.add_reader(self._sentinel, self._process_ended)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        loop.add_reader(self._channel.fileno(), self._read)
+        self._watcher = asyncio.create_task(self._watch())
         await self._became_ready
 
     async def stop(self) -> None:
@@ -104,7 +96,7 @@ class AsyncEngine:
             return
         self._stopping = True
         if self._process.is_alive():
-            self._commands.send(wire.encode(wire.Stop()))
+            self._send(wire.Stop())
             for _ in range(int(STOP_TIMEOUT / 0.02)):
                 if not self._process.is_alive():
                     break
@@ -123,7 +115,7 @@ class AsyncEngine:
 
     def _process_ended(self) -> None:
         if self._stopping:
-            asyncio.get_running_loop().remove_reader(self._sentinel)
+            self._remove_readers()
             return
         self._process.join(0.1)
         self._die(f"the engine process ended with exit code {self._process.exitcode}")
@@ -138,7 +130,7 @@ class AsyncEngine:
         self.on_death(reason)
 
     def _close(self, reason: str) -> None:
-        """Fail whatever is open and let go of sockets and tasks."""
+        """Fail whatever is open and let go of the pipe and the watcher."""
         self.death = reason
         error = EngineDeadError(reason)
         for request in self._open.values():
@@ -149,12 +141,16 @@ class AsyncEngine:
             if not future.done():
                 future.set_exception(error)
         self._calls.clear()
-        asyncio.get_running_loop().remove_reader(self._sentinel)
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_readers()
+        if self._watcher is not None and self._watcher is not asyncio.current_task():
+            self._watcher.cancel()
+        self._channel.close(timeout=0.0)
+
+    def _remove_readers(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._sentinel)
+        with suppress(OSError):
+            loop.remove_reader(self._channel.fileno())
 
     # ------------------------------------------------------------------------------------------------ requests
     @property
@@ -195,32 +191,39 @@ class AsyncEngine:
         return await future
 
     def _send(self, message: wire.ToEngine) -> None:
-        # The high-water mark is off: a send never waits.
-        self._commands.send(wire.encode(message), flags=zmq.NOBLOCK)
+        self._channel.send(wire.encode(message))
 
     # ------------------------------------------------------------------------------------------------ what comes back
-    async def _read(self) -> None:
-        while True:
-            message = wire.decode_from_engine(await self._results.recv())
-            self._last_sign = time.monotonic()
-            if isinstance(message, wire.Outputs):
-                self._take_outputs(message)
-            elif isinstance(message, wire.Ready):
-                self.ready = message
-                if not self._became_ready.done():
-                    self._became_ready.set_result(None)
-            elif isinstance(message, wire.Rejected):
-                self._fail(message.request_id, RequestRejected(message.message))
-            elif isinstance(message, wire.Reply):
-                future = self._calls.pop(message.call_id, None)
-                if future is not None and not future.done():
-                    if message.error is None:
-                        future.set_result(message.value)
-                    else:
-                        future.set_exception(ValueError(message.error))
-            else:
-                self._die(message.message)
-                return
+    def _read(self) -> None:
+        """One message; the loop calls again while there are more."""
+        try:
+            message = wire.decode_from_engine(self._channel.receive())
+        except EOFError:
+            # The process is ending; its sentinel says so in a moment, with the exit code.
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            return
+        self._last_sign = time.monotonic()
+        if isinstance(message, wire.Outputs):
+            self._take_outputs(message)
+        elif isinstance(message, wire.Ready):
+            self.ready = message
+            if not self._became_ready.done():
+                self._became_ready.set_result(None)
+        elif isinstance(message, wire.Rejected):
+            self._fail(message.request_id, RequestRejected(message.message))
+        elif isinstance(message, wire.Reply):
+            self._take_reply(message)
+        else:
+            self._die(message.message)
+
+    def _take_reply(self, reply: wire.Reply) -> None:
+        future = self._calls.pop(reply.call_id, None)
+        if future is None or future.done():
+            return
+        if reply.error is None:
+            future.set_result(reply.value)
+        else:
+            future.set_exception(ValueError(reply.error))
 
     def _take_outputs(self, message: wire.Outputs) -> None:
         for output in message.outputs:

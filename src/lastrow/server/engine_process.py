@@ -10,9 +10,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
-
-import zmq
 
 from lastrow.config import EngineConfig
 from lastrow.core.output import EngineCoreOutput, Logprob
@@ -21,10 +20,11 @@ from lastrow.core.stats import cache_status
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.output_processor import RequestGroup
 from lastrow.server import wire
+from lastrow.server.channel import Channel
 
 logger = logging.getLogger("lastrow.engine")
 STATS_INTERVAL = 0.25
-IDLE_POLL_MS = 500
+IDLE_POLL = 0.5
 
 
 class WireOutputs:
@@ -88,12 +88,11 @@ def _timings(request: Request) -> wire.Timings:
 class EngineLoop:
     """Serves one server until it says stop or is gone."""
 
-    def __init__(self, engine: LLMEngine, commands: zmq.Socket[bytes], results: zmq.Socket[bytes]) -> None:
+    def __init__(self, engine: LLMEngine, channel: Channel) -> None:
         self.engine = engine
         self.outputs = WireOutputs()
         engine.outputs = self.outputs  # pyright: ignore[reportAttributeAccessIssue]
-        self._commands = commands
-        self._results = results
+        self._channel = channel
         self._parent = os.getppid()
         self._next_stats = 0.0
         self._was_busy = False
@@ -122,10 +121,10 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         """Handle what has arrived; waits only when there is nothing to compute. False when the process should end."""
-        if not self.engine.has_unfinished_requests and not self._was_busy and not self._commands.poll(IDLE_POLL_MS):
+        if not self.engine.has_unfinished_requests and not self._was_busy and not self._channel.poll(IDLE_POLL):
             return os.getppid() == self._parent
-        while self._commands.poll(0):
-            command = wire.decode_to_engine(self._commands.recv())
+        while self._channel.poll():
+            command = wire.decode_to_engine(self._channel.receive())
             if isinstance(command, wire.Stop):
                 return False
             self._handle(command)
@@ -185,32 +184,28 @@ class EngineLoop:
         return stats
 
     def _send(self, message: wire.FromEngine) -> None:
-        self._results.send(wire.encode(message))
+        self._channel.send(wire.encode(message))
 
 
-def main(config: EngineConfig, address: str, log_level: int) -> None:
-    """Entry point of the process. address: the server's two sockets are `{address}.commands` and `{address}.results`."""
+def main(config: EngineConfig, connection: Connection, log_level: int) -> None:
+    """Entry point of the process. connection: its end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=log_level, format="%(levelname)s:     engine: %(message)s")
-    context = zmq.Context()
-    commands, results = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, name in ((commands, "commands"), (results, "results")):
-        socket.set_hwm(0)
-        socket.connect(f"{address}.{name}")
+    channel = Channel(connection)
     code = 0
     try:
-        loop = EngineLoop(_build(config), commands, results)
+        loop = EngineLoop(_build(config), channel)
         loop.announce()
         loop.run()
+    except EOFError:
+        code = 1  # the server is gone: nobody to tell
     except Exception as error:
         logger.exception("the engine cannot go on")
-        results.send(wire.encode(wire.Failed(f"{type(error).__name__}: {error}")))
+        channel.send(wire.encode(wire.Failed(f"{type(error).__name__}: {error}")))
         code = 1
     # Half a second for the last message, which must not keep a broken process alive.
-    results.close(linger=500)
-    commands.close(linger=0)
-    context.term()
+    channel.close(timeout=0.5)
     sys.exit(code)
 
 
