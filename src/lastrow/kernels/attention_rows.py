@@ -121,6 +121,12 @@ def combine_splits_kernel(
     tl.store(out_ptr + (r * HEADS + head) * D + d, (acc / total).to(out_ptr.dtype.element_ty))
 
 
+def chunk_size(max_kv_len: int, smallest: int) -> int:
+    """Keys of a split where nothing asks for fixed ones: small for short contexts, whose latency counts, larger for long ones,
+    whose splits have to be combined."""
+    return max(smallest, min(1024, next_power_of_2(max_kv_len) // 128))
+
+
 def split_count(max_kv_len: int, window: int, chunk: int) -> int:
     """Upper bound on the splits of a row with at most max_kv_len keys: a window covers window + chunk - 1 positions once its
     edge is rounded down."""

@@ -13,7 +13,7 @@ from lastrow.kernels.qkv_epilogue import load_heads, norm_rope
 from lastrow.kernels.rows import QueryRows
 from lastrow.kernels.split_linear import pdl_launch, splits_of
 
-CHUNK = 64
+CHUNK = 32
 
 
 def reference(
