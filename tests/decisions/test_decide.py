@@ -27,6 +27,7 @@ WORDS = {
     "choices": ["Account access", "Account closing", "Sales", "no", "no way"],
     "labels": "words",
 }
+TOPICS = ["sports", "food", "music", "rain", "snow", "tea"]
 MIXED = [TEAM, SPAM, URGENT, WORDS]
 STATES = ["Message: I was charged twice for the lamp.", "my parcel with the lamp has not arrived", "Fire in the server room, act now!"]
 
@@ -76,9 +77,7 @@ def test_argmax_is_label_is_what_transformers_says(llm: LLM, reference: Any) -> 
 def test_20_questions_over_1000_tokens_cost_one_prefill_and_20_tails() -> None:
     llm = LLM("tiny-e", max_model_len=2048, enable_prefix_caching=False)
     state = PROSE * 77
-    questions = [
-        {"type": "predicate", "instructions": f"Is this about {word}?"} for word in ["sports", "food", "music", "rain", "snow", "tea"]
-    ]
+    questions = [{"type": "predicate", "instructions": f"Is this about {word}?"} for word in TOPICS]
     questions = (questions + [TEAM, SPAM, URGENT] * 5)[:20]
     questions = [{key: value for key, value in q.items() if key != "name"} for q in questions]
     made = llm._decider.question_set(questions)
