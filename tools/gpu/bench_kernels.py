@@ -34,6 +34,7 @@ from lastrow.kernels import (
     gemv,
     head,
     matmul,
+    matmul_ws,
     ple_gate,
     ple_inputs,
     qkv_epilogue,
@@ -273,9 +274,9 @@ def bench_matmul(b: Bench) -> None:
         for name, (k, n) in SHAPES.items():
             x, w = rnd(m, k), rnd(n, k, scale=k**-0.5)
             expected = x[:512].float() @ w.float().T
-            b.compare("matmul", f"{name} M {m}", {"vendor": lambda: F.linear(x, w), "triton": lambda: matmul.triton(x, w)},
+            b.compare("matmul", f"{name} M {m}", {"vendor": lambda: F.linear(x, w), "triton": lambda: matmul.triton(x, w), "ws": lambda: matmul_ws.triton(x, w)},
                       unit="TFLOP/s", work=2.0 * m * k * n, expected=expected, view=lambda y: y[:512])  # fmt: skip
-    for m in (128, 256, 512, 1024, 2048, 16384):
+    for m in (128, 256, 512, 1024, 2048, 16384, 65536):
         x, gate, up = rnd(m, H), rnd(6144, H, scale=0.03), rnd(6144, H, scale=0.03)
         packed = geglu.pack(gate, up)
         expected = geglu.reference(x[:512].float(), geglu.reference_pack(gate, up).float())
@@ -287,6 +288,8 @@ def bench_matmul(b: Bench) -> None:
                 "fused": lambda: matmul.triton(x, packed, geglu=True, config=matmul.LARGE),
                 "fused group 16": lambda: matmul.triton(x, packed, geglu=True, config=config(group=16)),
                 "fused group 4": lambda: matmul.triton(x, packed, geglu=True, config=config(group=4)),
+                "ws": lambda: matmul_ws.triton(x, packed, geglu=True),
+                "ws group 16": lambda: matmul_ws.triton(x, packed, geglu=True, config=matmul_ws.WsMatmulConfig(group=16)),
                 "fused 128x128": lambda: matmul.triton(x, packed, geglu=True, config=config(n=128)),
             },
             unit="TFLOP/s", work=4.0 * m * H * 6144, expected=expected, view=lambda y: y[:512],

@@ -18,6 +18,7 @@ from lastrow.kernels import (
     gemv,
     head,
     matmul,
+    matmul_ws,
     ple_gate,
     ple_inputs,
     qkv_epilogue,
@@ -83,6 +84,11 @@ def _matmul(device: str) -> None:
     matmul.triton(_new(device, 2048, 1536), _new(device, 12288, 1536), geglu=True, config=matmul.LARGE)
 
 
+def _matmul_ws(device: str) -> None:
+    matmul_ws.triton(_new(device, 2048, 1536), _new(device, 12288, 1536), geglu=True)
+    matmul_ws.triton(_new(device, 2048, 1536), _new(device, 2560, 1536))
+
+
 def _fused(device: str) -> None:
     h, ints, w = _new(device, 512, 1536), _new(device, 512, dtype=torch.int32), _new(device, 256)
     for form in STORAGE:
@@ -129,7 +135,14 @@ def _gemv(device: str) -> None:
     gemv.triton(x, _new(device, 20480, 2560), geglu=True, residual=x, post_weight=w, pre_weight=w)
 
 
-CASES: dict[str, Callable[[str], None]] = {"elementwise": _elementwise, "matmul": _matmul, "head": _head, "gemv": _gemv, "fused": _fused}
+CASES: dict[str, Callable[[str], None]] = {
+    "elementwise": _elementwise,
+    "matmul": _matmul,
+    "specialised matmul": _matmul_ws,
+    "fused": _fused,
+    "gemv": _gemv,
+    "head": _head,
+}
 for _form in STORAGE:
     CASES |= {
         f"decode sliding {_form}": _decode(8, 1, 256, 512, _form),
