@@ -274,7 +274,8 @@ def bench_matmul(b: Bench) -> None:
         for name, (k, n) in SHAPES.items():
             x, w = rnd(m, k), rnd(n, k, scale=k**-0.5)
             expected = x[:512].float() @ w.float().T
-            b.compare("matmul", f"{name} M {m}", {"vendor": lambda: F.linear(x, w), "triton": lambda: matmul.triton(x, w), "ws": lambda: matmul_ws.triton(x, w)},
+            b.compare("matmul", f"{name} M {m}", {"vendor": lambda: F.linear(x, w), "triton": lambda: matmul.triton(x, w),
+                       "ws": lambda: matmul_ws.triton(x, w)},
                       unit="TFLOP/s", work=2.0 * m * k * n, expected=expected, view=lambda y: y[:512])  # fmt: skip
     for m in (128, 256, 512, 1024, 2048, 16384, 65536):
         x, gate, up = rnd(m, H), rnd(6144, H, scale=0.03), rnd(6144, H, scale=0.03)
