@@ -17,6 +17,8 @@ import lastrow
 COMMANDS = {
     "generate": "complete prompts",
     "chat": "talk to a model",
+    "decide": "answer questions about states with probabilities",
+    "score": "log probabilities of given continuations",
     "serve": "an OpenAI-compatible server",
     "info": "what a model is, what it costs, what fits (needs no weights)",
     "parity": "check a checkpoint against transformers, itself and recorded outputs",

@@ -67,7 +67,7 @@ class Decider:
     # -------------------------------------------------------------------------------------------------- scores
     def score(self, prompts: Iterable[tuple[Any, Any]]) -> Iterator[ScoreOutput]:
         """prompts: (prompt, choices). A pair that cannot be scored has its error in its place."""
-        jobs = (score_job(self.splicer, i, prompt, choices, self.limit) for i, (prompt, choices) in enumerate(prompts))
+        jobs = (_score_job(self.splicer, i, pair, self.limit) for i, pair in enumerate(prompts))
         return (ScoreOutput(i, error=str(r)) if isinstance(r, ValueError) else r for i, r in enumerate(JobDriver(self.engine).run(jobs)))
 
     def loglikelihood(self, pairs: Iterable[tuple[Any, Any]]) -> Iterator[Loglikelihood]:
@@ -119,7 +119,15 @@ def _groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def _decide_job(questions: QuestionSet, index: int, state: Any) -> Generator[Any, Any, DecisionOutput]:
+    if isinstance(state, ValueError):  # a row that could not be read
+        raise state
     return (yield from questions.job(index, content_text(state, "state")))
+
+
+def _score_job(splicer: Splicer, index: int, pair: Any, limit: int) -> Generator[Any, Any, ScoreOutput]:
+    if isinstance(pair, ValueError):
+        raise pair
+    return (yield from score_job(splicer, index, pair[0], pair[1], limit))
 
 
 def shaped(value: Any, is_one: bool, run: Callable[[Iterable[Any]], Iterator[T]], progress: str | None) -> Any:

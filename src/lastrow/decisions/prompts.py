@@ -46,7 +46,7 @@ class PromptWriter:
     ) -> None:
         self.tokenizer = tokenizer
         self.chat = chat
-        self.source = built_in(name) if template is None else _source(template)
+        self.source = template_source(template) or built_in(name)
         self._template = ChatTemplate(self.source)
         self._kwargs = dict(chat_template_kwargs or {})
         if self._kwargs.get("enable_thinking"):
@@ -94,8 +94,10 @@ class PromptWriter:
         return before, after
 
 
-def _source(template: str | Path) -> str:
-    """A template's source: a Path, or a text without braces, names a file."""
+def template_source(template: str | Path | None) -> str | None:
+    """A template's source: a Path, or a text without braces, names a file. Raises DecisionError."""
+    if template is None:
+        return None
     if isinstance(template, str) and "{" in template:
         return template
     try:

@@ -86,10 +86,14 @@ def score_job(
 
 
 def _score_tokens(splicer: Splicer, prompt: Any, choices: Sequence[Any]) -> tuple[list[int], list[Leaf]]:
+    if not isinstance(choices, Sequence):
+        raise DecisionError(f"choices is {choices!r}: a list of 1 to {MAX_CHOICES} is needed")
     if isinstance(choices, (str, bytes)) or not 1 <= len(choices) <= MAX_CHOICES:
         count = "a text" if isinstance(choices, (str, bytes)) else f"{len(choices)} entries"
         raise DecisionError(f"choices is {count}: a list of 1 to {MAX_CHOICES} is needed")
     bos = splicer.tokenizer.bos_token_id
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise DecisionError(f"the prompt is {prompt!r}: a text, or token ids, is needed")
     if not isinstance(prompt, str):
         if not all(not isinstance(c, str) for c in choices):
             raise DecisionError("the prompt is a list of token ids and the choices are texts: give both as texts or both as ids")
