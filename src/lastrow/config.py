@@ -20,6 +20,7 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "reference", "triton")
+EMBED_WEIGHTS = ("device", "host")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 8192, 65_536  # max_num_batched_tokens by device
 MAX_DRAFTS = 16  # a row of the target for every draft: more never pays
@@ -118,6 +119,9 @@ class EngineConfig:
     gpu_memory_utilization: float = _flag(0.9, "share of the card that weights, activations and K/V may take")
     kv_cache_memory_bytes: int | None = _flag(None, "bytes of the K/V pool; wins over --gpu-memory-utilization", size=True)
     enable_prefix_caching: bool = _flag(True, "reuse the K/V of prompts that begin alike")
+    embed_weights: str = _flag(
+        "device", "the per-layer embedding table: host keeps it in pinned memory, off the card; a CPU always maps it", choices=EMBED_WEIGHTS
+    )
     enforce_eager: bool = _flag(False, "no CUDA graphs")
     batch_invariant: bool = _flag(False, "bit-identical results alone, in any batch and in any chunking")
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = _flag(  # noqa: RUF009  the default is None

@@ -19,6 +19,7 @@ from lastrow.engine.memory import MemoryForecast, forecast
 from lastrow.engine.model_runner import ModelRunner
 from lastrow.engine.proposers import AssistantProposer, NgramProposer
 from lastrow.engine.spec_decode import Speculator
+from lastrow.engine.transfer import pin
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kernels.fixed_order_ops import FixedOrderReferenceOps
 from lastrow.kernels.triton_ops import TritonOps
@@ -112,10 +113,16 @@ def load_model(
     config: EngineConfig, shape: Gemma4Config, folder: Path | None, dtype: torch.dtype, device: torch.device, max_positions: int
 ) -> Gemma4Model:
     ops = choose_backend(config.backend, device, dtype, config.batch_invariant)
+    on_host = config.embed_weights == "host"
+    if on_host and not shape.has_ple:
+        raise ConfigError(f"embed_weights is 'host': {shape.name or 'the model'} has no per-layer embeddings; leave it at device")
+    ple_device = "cpu" if on_host else device
     if config.load_format == "dummy" or folder is None:
-        weights = dummy_weights(shape, ops.pack_gate_up, dtype, device, config.seed % 2**63)
+        weights = dummy_weights(shape, ops.pack_gate_up, dtype, device, config.seed % 2**63, ple_device)
     else:
-        weights = load_model_weights(folder, shape, ops.pack_gate_up, dtype, device)
+        weights = load_model_weights(folder, shape, ops.pack_gate_up, dtype, device, ple_device)
+    if on_host and device.type == "cuda" and weights.ple_table is not None:
+        weights.ple_table = pin(weights.ple_table.to(dtype))
     return Gemma4Model(shape, weights, ops, max_positions)
 
 

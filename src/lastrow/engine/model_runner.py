@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lastrow.core.output import ModelRunnerOutput, SchedulerOutput
+from lastrow.engine.footprint import LOGIT_ROWS_BYTES
 from lastrow.engine.inputs import ForwardResult, InputBatch, Router, StepInputs
 from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
 from lastrow.engine.sampler import Sampler
@@ -22,8 +23,6 @@ from lastrow.engine.transfer import download, upload
 from lastrow.kernels.rows import AttentionPlan
 from lastrow.kv.pool import KVPool
 from lastrow.models.batch import ForwardBatch
-
-LOGIT_ROWS_BYTES = 1 << 28  # prompt-logprob rows are taken through the head in chunks of at most this many bytes of logits
 
 
 class Model(Protocol):

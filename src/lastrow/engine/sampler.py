@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from lastrow.core.request import Request
+from lastrow.engine.footprint import MAX_ELEMENTS
 from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
 from lastrow.engine.sampling_state import EDITS, LOGPROBS, RANDOM, Grammar, RequestSampling, uniforms
 from lastrow.engine.transfer import upload
 
 WEIGHT_UNIT = 2.0**40  # a 2^18-token row then sums to at most 2^58
 CDF_BLOCK = 512  # the cumulative sum is searched in two levels: blocks, then inside one
-MAX_ELEMENTS = 1 << 24  # logits handled at once: bounds the temporaries (about 40 bytes each)
 
 
 class Sampler:
