@@ -51,7 +51,7 @@ class TritonOps:
     """`counts`: kernel -> calls. batch_invariant: `linear` never lets the number of rows choose a row's order of summation;
     which attention kernel reads a row is then said by `QueryRows.plan`. attention_kernel: "ws" where attention_ws supports
     the shape, or "tiled" everywhere. fold_epilogues: with many rows the q/k/v epilogue (head dims up to 256) and the PLE
-    gate run inside their matmuls (fused_matmul.py)."""
+    gate run inside their matmuls (fused_matmul.py). ws_matmul: with many rows matmul_ws takes gate_up, or every matmul."""
 
     name = "triton"
     pack_gate_up = staticmethod(geglu.pack)
@@ -64,6 +64,7 @@ class TritonOps:
         dtype: torch.dtype = torch.bfloat16,
         attention_kernel: Literal["ws", "tiled"] = "ws",
         fold_epilogues: bool = False,
+        ws_matmul: Literal["none", "geglu", "all"] = "none",
     ) -> None:
         check_device(torch.device(device), dtype)
         self.dtype = dtype
@@ -75,6 +76,7 @@ class TritonOps:
             from lastrow.kernels import attention_ws  # Gluon: neither on laptops nor in the interpreter
 
             self._ws = attention_ws
+        self.ws_matmul = "none" if INTERPRETED or dtype is not torch.bfloat16 else ws_matmul
         self._counters: dict[torch.device, torch.Tensor] = {}
 
     def embedding(self, ids, table, scale, norm_weight, eps):
@@ -90,8 +92,16 @@ class TritonOps:
         if self.batch_invariant and x.shape[1] > VENDOR_K and x.shape[0] < VENDOR_ROWS and x.dtype is not torch.float32:
             self.counts["matmul"] += 1
             return matmul.triton(x, weight)
+        if self.ws_matmul == "all" and x.shape[0] >= VENDOR_ROWS:
+            return self._specialised(x, weight)
         self.counts["linear"] += 1
         return F.linear(x, weight)
+
+    def _specialised(self, x: torch.Tensor, weight: torch.Tensor, geglu: bool = False) -> torch.Tensor:
+        from lastrow.kernels import matmul_ws  # Gluon, as above
+
+        self.counts["matmul_ws"] += 1
+        return matmul_ws.triton(x, weight, geglu=geglu)
 
     def deferred_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Deferred:
         """`linear` for another operation of this class to read. For few rows partial sums [splits, M, N] fp32 (split_linear.py),
@@ -167,6 +177,8 @@ class TritonOps:
         self.counts["geglu"] += 1
         if self._splits(h):
             return split_linear.triton(h, gate_up, geglu=True)
+        if self.ws_matmul != "none" and h.shape[0] >= geglu.FUSED_ROWS:
+            return self._specialised(h, gate_up, geglu=True)
         return geglu.triton(h, gate_up, self.linear)
 
     def ple_gate(self, gate, ple, index):
