@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lastrow import LLM, SamplingParams
+from lastrow.engine.spec_decode import allowed_drafts
+from lastrow.engine.structured_output import GrammarBackend
 from lastrow.models.config import ConfigError
+from lastrow.tokenizer import Tokenizer
 
 ASSISTANT = {"model": "tiny-e-assistant", "num_speculative_tokens": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -80,6 +84,20 @@ def test_a_grammar_holds_through_drafts() -> None:
         drafted = llm.generate([prompt] * 3, params)
         assert [out.outputs[0].text for out in drafted] == [out.outputs[0].text for out in plain]
         assert stats(llm).num_draft_tokens > stats(llm).num_accepted_tokens > 0
+
+
+def test_drafts_end_where_the_grammar_forbids_them(tiny_e: Path) -> None:
+    pytest.importorskip("llguidance")
+    tokenizer = Tokenizer(tiny_e)
+    matcher = GrammarBackend(tokenizer).matcher({"regex": "The capital of Norway is (Oslo|Rome)[.]"})
+    right, wrong = (tokenizer.encode(text, add_bos=False) for text in ("The capital of Norway is Oslo.", "The capital of Norway is Paris."))
+    agree = next(i for i, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b)
+    for known in range(agree + 1):
+        assert allowed_drafts(matcher, right[:known], right[known:]) == right[known:]
+        allowed = allowed_drafts(matcher, right[:known], wrong[known:])
+        assert right[known:agree] == allowed[: agree - known] and len(allowed) < len(wrong) - known
+        assert matcher.num_tokens == 0
+    assert allowed_drafts(matcher, wrong, right) == []
 
 
 def test_a_stream_of_several_tokens_a_step_ends_as_the_whole_answer(spread: list[dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from lastrow.core.request import Request
 from lastrow.core.stats import SpecDecodeStats
 from lastrow.engine.inputs import StepInputs
 from lastrow.engine.proposers import DraftRows, Proposer
+from lastrow.engine.sampling_state import Grammar
 
 PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # what is believed of the first request, and how many tested drafts outweigh a belief
 FORGET = 0.85  # weight of older verifications at each new one: about the last seven count
@@ -35,6 +36,20 @@ def accept(sampled: Sequence[int], drafts: Sequence[int]) -> list[int]:
         if sampled[i] != draft:
             return list(sampled[: i + 1])
     return list(sampled[: len(drafts) + 1])
+
+
+def allowed_drafts(grammar: Grammar, output: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """The drafts before the first that the grammar forbids behind `output`: no row is spent on what cannot stand. The grammar is left
+    where it was."""
+    before = grammar.num_tokens
+    allowed: list[int] = []
+    if all(grammar.accept(token) for token in output[before:]):
+        for draft in drafts:
+            if not grammar.accept(draft):
+                break
+            allowed.append(draft)
+    grammar.rollback(grammar.num_tokens - before)
+    return allowed
 
 
 def expected_tokens(rate: float, drafts: int) -> float:
@@ -134,13 +149,17 @@ class PendingDrafts:
             length = self.rows.lengths[i]
             if length and new[-1] not in request.stop_token_ids:
                 found = self.speculator.proposer.finish(request, new, None if made is None else made[i], length)
+                grammar = self.speculator.grammars.get(request.request_id)
+                if grammar is not None:
+                    found = allowed_drafts(grammar, [*request.output_token_ids, *new], found)
                 if found:
                     proposals[request.request_id] = found
         return proposals
 
 
 class Speculator:
-    """A proposer, each request's draft length, and the counts. num_speculative_tokens: most drafts of one step.
+    """A proposer, each request's draft length, and the counts. num_speculative_tokens: most drafts of one step. grammars: by request id,
+    what drafts must follow.
 
     simulated_acceptance: for measuring costs only, keep each draft with this probability, whatever the target says."""
 
@@ -151,6 +170,7 @@ class Speculator:
         self.most = num_speculative_tokens
         self.adaptive = adaptive
         self.simulated_acceptance = simulated_acceptance
+        self.grammars: Mapping[str, Grammar] = {}
         self.stats = SpecDecodeStats()
         self._coin = random.Random(0)
         self._shared = AcceptanceRate(SHARED_FORGET, PRIOR_RATE)
