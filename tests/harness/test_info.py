@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lastrow.harness.info import describe, ranges, render, work_per_prompt_token
+from lastrow.harness.info import EngineLimits, describe, kv_bytes_on_card, ranges, render, work_per_prompt_token
 from lastrow.harness.info_plot import plot
 from lastrow.models.config import ConfigError, from_file
 from lastrow.models.shapes import SHAPES, named_shape
@@ -103,7 +104,7 @@ def test_who_reads_whom(shape: str) -> None:
 
 def test_capacity_is_what_the_budget_buys() -> None:
     """E2B in bf16, 4 GiB: the tokens times their bytes, null blocks included, fill the budget up to one block of each group."""
-    document = describe(named_shape("e2b"), kv_cache_memory_bytes=4 * GIB)
+    document = describe(named_shape("e2b"), kv_cache_memory_bytes=4 * GIB, limits=EngineLimits(block_size=16))
     held = document["capacity"]["formats"]["bfloat16"]
     used = (held["full_tokens"] + 16) * 6144 + (held["sliding_tokens"] + 16) * 12_288
     assert 0 <= 4 * GIB - used < 16 * (6144 + 12_288)
@@ -111,12 +112,39 @@ def test_capacity_is_what_the_budget_buys() -> None:
     assert held["sequences"]["32768"] == held["full_tokens"] // 32_768
 
 
-def test_memory_is_weights_first() -> None:
-    document = describe(named_shape("e2b"), memory=24 * GIB, gpu_memory_utilization=0.5)
-    assert document["capacity"]["kv_cache_memory_bytes"] == 12 * GIB - document["weight_bytes"]
+def test_memory_is_weights_first_then_a_step_then_the_runtime() -> None:
+    limits = EngineLimits(gpu_memory_utilization=0.5)
+    c = describe(named_shape("e2b"), memory=24 * GIB, limits=limits)["capacity"]
+    assert c["kv_cache_memory_bytes"] == 12 * GIB - c["weight_bytes"] - c["activation_bytes"] - c["runtime_bytes"]
+    host = describe(named_shape("e2b"), memory=24 * GIB, limits=replace(limits, embed_weights="host"))["capacity"]
+    # issue 6: 4.7 GB less on the card; the table has 262,144 rows of 35 x 256 bf16 values
+    assert host["kv_cache_memory_bytes"] - c["kv_cache_memory_bytes"] == 262_144 * 35 * 256 * 2 == 4_697_620_480
     small = describe(named_shape("31b"), memory=24 * GIB)
     assert small["capacity"]["formats"]["bfloat16"]["fits"] is False
     assert "nothing is left for K/V" in render(small)
+
+
+def test_cards_fit_exactly_as_many_sequences_as_their_memory_buys() -> None:
+    """E2B on a 24 GB card: each sequence of 32,768 tokens is 512 blocks of 64 in the full group and 9 in the sliding one. What is left
+    after as many as the table says holds no further one."""
+    limits = EngineLimits(max_num_batched_tokens=2048)
+    config = named_shape("e2b")
+    rows = describe(config, limits=limits)["cards"]
+    assert [(row["memory"] // 10**9, row["embed_weights"]) for row in rows] == [
+        (g, p) for g in (8, 24, 80, 141) for p in ("device", "host")
+    ]
+    for row in rows:
+        for form, full, sliding in (("bfloat16", 6144, 12_288), ("int8_per_token_head", 3096, 6240), ("fp8_per_token_head", 3096, 6240)):
+            n = row["formats"][form]["sequences"]
+
+            def left(n: int, full: int = full, sliding: int = sliding, row: dict[str, Any] = row) -> int:
+                of_n = replace(limits, max_num_seqs=n, embed_weights=row["embed_weights"])
+                kv = kv_bytes_on_card(config, "bfloat16", row["memory"], of_n)
+                null_and_step = 64 * (full + sliding) + max(2048, n) * sliding
+                return kv - null_and_step - n * 64 * (512 * full + 9 * sliding)
+
+            assert n == 0 or left(n) >= 0
+            assert left(n + 1) < 64 * (full + sliding)  # rounding to blocks may lose up to one of each group
 
 
 def test_keys_are_stable() -> None:
@@ -125,10 +153,12 @@ def test_keys_are_stable() -> None:
     assert set(document) == {
         "model", "layers", "hidden_size", "vocab_size", "sliding_window", "max_position_embeddings", "dtype", "owners", "cut", "kv_source",
         "readers", "layer_table", "parameters", "weight_bytes", "kv_bytes_per_token", "work_per_prompt_token", "capacity",
+        "ple_table_bytes", "step_tokens", "cards",
     }  # fmt: skip
     assert set(document["layer_table"][0]) == {"layer", "type", "kv_source", "head_dim", "kv_heads", "intermediate_size", "macs"}
     assert set(document["capacity"]) == {
         "memory", "gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "max_num_seqs", "max_num_batched_tokens", "formats",
+        "embed_weights", "weight_bytes", "activation_bytes", "runtime_bytes",
     }  # fmt: skip
     assert json.loads(json.dumps(document)) == document
 

@@ -17,11 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the whole document, with stable keys")
     parser.add_argument("--plot", metavar="FILE", help="draw layers, owners, readers, cut and work to an .svg, .png or .pdf file")
     used = ("device", "revision", "shape", "dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "max_num_seqs")
-    add_engine_flags(parser, only=(*used, "max_num_batched_tokens"))
+    add_engine_flags(parser, only=(*used, "max_num_batched_tokens", "embed_weights"))
 
 
 def run(args: argparse.Namespace) -> None:
-    from lastrow.harness.info import describe, render
+    from lastrow.harness.info import EngineLimits, describe, render
     from lastrow.models.config import from_file
     from lastrow.models.shapes import named_shape
     from lastrow.weights.resolve import resolve_model
@@ -33,11 +33,14 @@ def run(args: argparse.Namespace) -> None:
         config,
         dtype=config.dtype if engine.dtype == "auto" else engine.dtype,
         memory=args.memory,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
         kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
-        block_size=engine.block_size or 0,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens or 0,
+        limits=EngineLimits(
+            engine.gpu_memory_utilization,
+            engine.block_size or 0,
+            engine.max_num_seqs,
+            engine.max_num_batched_tokens or 0,
+            engine.embed_weights,
+        ),
     )
     if args.plot:
         from lastrow.harness.info_plot import plot

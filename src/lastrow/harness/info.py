@@ -7,31 +7,43 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lastrow.kv.layout import DTYPE_BYTES, KV_CACHE_DTYPES, KVLayout, divide_budget
+from lastrow.engine.footprint import GRAPH_BYTES, activation_bytes, kv_bytes_of_card, ple_table_bytes, weight_bytes
+from lastrow.kv.layout import KVBudget, KVLayout, divide_budget, layouts_by_format, readers
 from lastrow.models.config import Gemma4Config
 from lastrow.weights.names import global_shapes, layer_shapes
 
 SEQUENCE_LENGTHS = (1024, 8192, 32_768, 131_072)
+CARDS = (8, 24, 80, 141)  # GB (10^9) of the cards that the document has a row for
+CARD_SEQUENCE = 32_768
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The engine options that memory depends on."""
+
+    gpu_memory_utilization: float = 0.9
+    block_size: int = 64
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    embed_weights: str = "device"
 
 
 def describe(
     config: Gemma4Config,
     dtype: str = "bfloat16",
     memory: int | None = None,
-    gpu_memory_utilization: float = 0.9,
     kv_cache_memory_bytes: int | None = None,
-    block_size: int = 16,
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 8192,
+    limits: EngineLimits | None = None,
 ) -> dict[str, Any]:
     """The document of `lastrow info --json`.
 
-    memory: bytes of the card (or host); of them gpu_memory_utilization is used, weights first, K/V with the rest. Working
-    memory of a step is not modelled here. kv_cache_memory_bytes: bytes of the K/V pool itself, in place of `memory`."""
+    memory: bytes of a card that nobody else uses. K/V gets what the engine's own plan gives it: gpu_memory_utilization of it less
+    weights, one step's activations and what CUDA takes. kv_cache_memory_bytes: bytes of the K/V pool itself, in place of `memory`."""
+    limits = limits or EngineLimits()
     parameters = parameters_by_part(config)
-    weight_bytes = parameters["total"] * DTYPE_BYTES[dtype]
     document = {
         "model": config.name,
         "layers": config.num_hidden_layers,
@@ -43,45 +55,82 @@ def describe(
         "owners": list(config.owners),
         "cut": config.cut,
         "kv_source": list(config.kv_source),
-        "readers": {str(owner): readers for owner, readers in _readers(config).items()},
+        "readers": {str(owner): others for owner, others in readers(config).items()},
         "layer_table": [layer_facts(config, i) for i in range(config.num_hidden_layers)],
         "parameters": parameters,
-        "weight_bytes": weight_bytes,
+        "weight_bytes": weight_bytes(config, dtype),
+        "ple_table_bytes": ple_table_bytes(config, dtype),
         "kv_bytes_per_token": {
             form: {"full": layout.full_bytes_per_token, "sliding": layout.sliding_bytes_per_token}
-            for form, layout in _layouts(config, dtype).items()
+            for form, layout in layouts_by_format(config, dtype).items()
         },
         "work_per_prompt_token": work_per_prompt_token(config),
+        "step_tokens": limits.max_num_batched_tokens,
+        "cards": cards(config, dtype, limits),
     }
     kv_bytes = kv_cache_memory_bytes
     if kv_bytes is None and memory is not None:
-        kv_bytes = int(memory * gpu_memory_utilization) - weight_bytes
+        kv_bytes = kv_bytes_on_card(config, dtype, memory, limits)
     if kv_bytes is not None:
+        utilization = limits.gpu_memory_utilization if kv_cache_memory_bytes is None else None
         document["capacity"] = {
             "memory": memory,
-            "gpu_memory_utilization": gpu_memory_utilization if kv_cache_memory_bytes is None else None,
+            **asdict(limits),
+            "gpu_memory_utilization": utilization,
+            "weight_bytes": weight_bytes(config, dtype, limits.embed_weights),
+            "activation_bytes": activation_bytes(config, dtype, limits.max_num_batched_tokens, limits.max_num_seqs),
+            "runtime_bytes": GRAPH_BYTES,
             "kv_cache_memory_bytes": kv_bytes,
-            "block_size": block_size,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "formats": {
-                form: capacity(config, layout, kv_bytes, block_size, max_num_seqs, max_num_batched_tokens)
-                for form, layout in _layouts(config, dtype).items()
-            },
+            "formats": {form: capacity(config, layout, kv_bytes, limits) for form, layout in layouts_by_format(config, dtype).items()},
         }
     return document
 
 
-def _layouts(config: Gemma4Config, dtype: str) -> dict[str, KVLayout]:
-    return {dtype if form == "auto" else form: KVLayout.of(config, form, dtype) for form in KV_CACHE_DTYPES}
+def kv_bytes_on_card(config: Gemma4Config, dtype: str, memory: int, limits: EngineLimits) -> int:
+    """Bytes left for K/V on a card of `memory` bytes, as engine/memory.py plans it; not positive where the model does not fit."""
+    weights = weight_bytes(config, dtype, limits.embed_weights)
+    activations = activation_bytes(config, dtype, limits.max_num_batched_tokens, limits.max_num_seqs)
+    return kv_bytes_of_card(memory, limits.gpu_memory_utilization, 0, weights, activations)
 
 
-def _readers(config: Gemma4Config) -> dict[int, list[int]]:
-    readers = {owner: [] for owner in config.owners}
-    for layer, source in enumerate(config.kv_source):
-        if layer != source:
-            readers[source].append(layer)
-    return readers
+def cards(config: Gemma4Config, dtype: str, limits: EngineLimits) -> list[dict[str, Any]]:
+    """For every card size, with the per-layer table on the card and off it, by format: how many sequences of CARD_SEQUENCE tokens
+    (or the model's longest) fit at once when max_num_seqs is that number, and the tokens of full attention then."""
+    length = min(CARD_SEQUENCE, config.max_position_embeddings)
+    rows = []
+    for gigabytes in CARDS:
+        for place in ("device", "host") if config.has_ple else ("device",):
+            of_card = replace(limits, embed_weights=place)
+            formats = {
+                form: _most_sequences(config, dtype, layout, gigabytes * 10**9, of_card, length)
+                for form, layout in layouts_by_format(config, dtype).items()
+            }
+            rows.append({"memory": gigabytes * 10**9, "embed_weights": place, "sequence_tokens": length, "formats": formats})
+    return rows
+
+
+def _most_sequences(
+    config: Gemma4Config, dtype: str, layout: KVLayout, memory: int, limits: EngineLimits, length: int
+) -> dict[str, int]:  # fmt: skip
+    """The largest n that fits with max_num_seqs=n, by bisection: more sequences need more of everything."""
+
+    def held(n: int) -> KVBudget | None:
+        of_n = replace(limits, max_num_seqs=n)
+        try:
+            kv_bytes = kv_bytes_on_card(config, dtype, memory, of_n)
+            budget = divide_budget(layout, kv_bytes, limits.block_size, n, max(n, limits.max_num_batched_tokens))
+        except ValueError:
+            return None
+        return budget if budget.num_sequences(layout, length) >= n else None
+
+    low, high = 0, 1
+    while held(high) is not None:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if held(middle) is not None else (low, middle)
+    budget = held(low) if low else None
+    return {"sequences": low, "full_tokens": budget.full_tokens if budget is not None else 0}
 
 
 def layer_facts(config: Gemma4Config, layer: int) -> dict[str, Any]:
@@ -161,26 +210,22 @@ def work_per_prompt_token(config: Gemma4Config) -> dict[str, Any]:
     return {"projections": account(ple=False), "projections_and_ple": account(ple=True)}
 
 
-def capacity(
-    config: Gemma4Config, layout: KVLayout, kv_bytes: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
-) -> dict[str, Any]:
+def capacity(config: Gemma4Config, layout: KVLayout, kv_bytes: int, limits: EngineLimits) -> dict[str, Any]:
     """What a K/V pool of `kv_bytes` holds: tokens of each group, and sequences by length (limited by memory, not by max_num_seqs)."""
     try:
-        budget = divide_budget(layout, kv_bytes, block_size, max_num_seqs, max_num_batched_tokens)
+        budget = divide_budget(layout, kv_bytes, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens)
     except ValueError:
         return {"fits": False, "full_tokens": 0, "sliding_tokens": 0, "sequences": {}}
-    sequences = {}
-    for tokens in (n for n in SEQUENCE_LENGTHS if n <= config.max_position_embeddings):
-        full, sliding = layout.sequence_blocks(tokens, block_size)
-        pools = ((budget.num_full_blocks, full), (budget.num_sliding_blocks, sliding))
-        sequences[str(tokens)] = min((blocks - 1) // need for blocks, need in pools if need)
+    lengths = sorted({min(n, config.max_position_embeddings) for n in SEQUENCE_LENGTHS})
+    sequences = {str(n): budget.num_sequences(layout, n) for n in lengths}
     return {"fits": True, "full_tokens": budget.full_tokens, "sliding_tokens": budget.sliding_tokens, "sequences": sequences}
 
 
 # -------------------------------------------------------------------------------------------------- text
 def render(document: dict[str, Any]) -> str:
     """The document as text of up to 100 columns."""
-    return "\n".join(_head(document) + _layer_lines(document) + _cost_lines(document) + _work_lines(document) + _capacity_lines(document))
+    parts = (_head, _layer_lines, _cost_lines, _work_lines, _card_lines, _capacity_lines)
+    return "\n".join(line for part in parts for line in part(document))
 
 
 def _head(d: dict[str, Any]) -> list[str]:
@@ -248,13 +293,27 @@ def _work_lines(d: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _card_lines(d: dict[str, Any]) -> list[str]:
+    rows = d["cards"]
+    forms = list(rows[0]["formats"])
+    title = f"sequences of {rows[0]['sequence_tokens']:,} tokens that fit at once, with max_num_seqs set to as many"
+    lines = ["", f"{title} and steps of {d['step_tokens']:,} tokens"]
+    lines.append(f"  {'card':<10}{'per-layer table':<18}" + "".join(f"{form:>22}" for form in forms))
+    for row in rows:
+        place = f"on the {row['embed_weights']}" if d["ple_table_bytes"] else "none"
+        counts = "".join(f"{row['formats'][form]['sequences']:>22,}" for form in forms)
+        lines.append(f"  {row['memory'] // 10**9:>4} GB   {place:<18}{counts}")
+    return lines
+
+
 def _capacity_lines(d: dict[str, Any]) -> list[str]:
     if "capacity" not in d:
         return []
     c = d["capacity"]
     of = f"of {size(c['memory'])} at {c['gpu_memory_utilization']:.0%}, " if c["gpu_memory_utilization"] and c["memory"] else ""
     if c["kv_cache_memory_bytes"] <= 0:
-        return ["", f"capacity: {of}the weights alone need {size(d['weight_bytes'])}: nothing is left for K/V"]
+        need = f"weights {size(c['weight_bytes'])}, a step {size(c['activation_bytes'])} and CUDA {size(c['runtime_bytes'])}"
+        return ["", f"capacity: {of}{need}: nothing is left for K/V"]
     lines = ["", f"capacity: {of}{size(c['kv_cache_memory_bytes'])} for K/V in blocks of {c['block_size']} tokens"]
     lengths = sorted({int(n) for form in c["formats"].values() for n in form["sequences"]})
     lines.append(f"  {'format':<22}{'tokens full':>13}{'sliding':>10}" + "".join(f"{f'of {n:,}':>12}" for n in lengths))

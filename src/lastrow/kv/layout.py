@@ -66,6 +66,20 @@ class KVLayout:
         return block_size * (full * self.full_bytes_per_token + sliding * self.sliding_bytes_per_token)
 
 
+def layouts_by_format(config: Gemma4Config, dtype: str) -> dict[str, KVLayout]:
+    """The layout in every storage format; `auto` under the dtype's own name."""
+    return {dtype if form == "auto" else form: KVLayout.of(config, form, dtype) for form in KV_CACHE_DTYPES}
+
+
+def readers(config: Gemma4Config) -> dict[int, list[int]]:
+    """Owner -> the other layers that read its K/V."""
+    of: dict[int, list[int]] = {owner: [] for owner in config.owners}
+    for layer, source in enumerate(config.kv_source):
+        if layer != source:
+            of[source].append(layer)
+    return of
+
+
 @dataclass(frozen=True)
 class KVBudget:
     """Blocks of each pool (the null block 0 included) that a byte budget buys."""
@@ -82,6 +96,16 @@ class KVBudget:
     @property
     def sliding_tokens(self) -> int:
         return max(self.num_sliding_blocks - 1, 0) * self.block_size
+
+    def num_bytes(self, layout: KVLayout) -> int:
+        """Bytes of the pools' tensors, null blocks included."""
+        full, sliding = self.num_full_blocks * layout.full_bytes_per_token, self.num_sliding_blocks * layout.sliding_bytes_per_token
+        return self.block_size * (full + sliding)
+
+    def num_sequences(self, layout: KVLayout, tokens: int) -> int:
+        """Sequences of `tokens` tokens that fit at rest, at once."""
+        pools = zip((self.num_full_blocks, self.num_sliding_blocks), layout.sequence_blocks(tokens, self.block_size), strict=True)
+        return min((blocks - 1) // need for blocks, need in pools if need)
 
 
 def divide_budget(layout: KVLayout, budget_bytes: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> KVBudget:
