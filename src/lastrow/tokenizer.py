@@ -126,6 +126,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def chat_template_source(self) -> str:
+        """Jinja source of the template for conversations without tools; empty where there is none."""
+        return self._templates.get("default", "")
+
     @overload
     def apply_chat_template(self, messages: Sequence[Any], *args: Any, tokenize: Literal[True] = True, **kwargs: Any) -> list[int]: ...
 
