@@ -43,10 +43,8 @@ def reference(
 
     h, x: [T, H], block output and residual (x may be overwritten). scalar: [1], the layer scalar. Returns (x', h' or None).
     Roundings as in transformers: after the norm, the add, the product with the scalar, and the second norm."""
-    if x.dtype is torch.float32:
-        x = torch.addcmul(x, h * inverse_rms(h, eps), post_weight)
-    else:
-        x = x + rms_norm(h, post_weight, eps)
+    fused = x.dtype is torch.float32
+    x = torch.addcmul(x, h * inverse_rms(h, eps), post_weight) if fused else x + rms_norm(h, post_weight, eps)
     if scalar is not None:
         x = x.mul_(scalar)
     return x, None if pre_weight is None else rms_norm(x, pre_weight, eps)
