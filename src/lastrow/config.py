@@ -127,6 +127,9 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = _flag(  # noqa: RUF009  the default is None
         None, f"drafts, as JSON: {SPECULATIVE_EXAMPLE}"
     )
+    relaxed_acceptance: float | None = _flag(
+        None, "lossy: inside a thought, keep drafts at least this share as likely as the best token, in (0, 1]"
+    )
     seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
 
     def __post_init__(self) -> None:
@@ -138,6 +141,10 @@ class EngineConfig:
     def speculative(self) -> SpeculativeConfig | None:
         """speculative_config, parsed."""
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
+
+    def uses_graphs(self, device_type: str) -> bool:
+        """Whether forwards are captured: on CUDA, unless enforce_eager."""
+        return device_type == "cuda" and not self.enforce_eager
 
     def for_device(self, on_gpu: bool) -> EngineConfig:
         """The options that depend on the device filled in where the user gave none. On a GPU a block holds one key tile of the
@@ -169,7 +176,9 @@ class EngineConfig:
         )
         need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "a share in (0, 1] is needed")
         need(-(2**63) <= self.seed < 2**64, "seed", "an integer of at most 64 bits is needed")
-        speculative = self.speculative
+        speculative, share = self.speculative, self.relaxed_acceptance
+        need(share is None or 0.0 < share <= 1.0, "relaxed_acceptance", "None or a share in (0, 1] is needed")
+        need(share is None or speculative is not None, "relaxed_acceptance", "speculative_config is needed: without drafts it does nothing")
         real = speculative is None or (speculative.model != "dummy" and speculative.simulated_acceptance is None)
         need(real or self.load_format == "dummy", "speculative_config", "dummy or simulated drafts are for load_format=dummy")
         need(self.shape is None or self.load_format == "dummy", "shape", "a named shape has no weights: add load_format=dummy")

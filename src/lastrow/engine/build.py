@@ -9,22 +9,22 @@ from pathlib import Path
 import torch
 
 from lastrow.config import EngineConfig, SpeculativeConfig
-from lastrow.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from lastrow.core.scheduler import Scheduler, SchedulerConfig
+from lastrow.engine.cache import EngineCache, make_kv_manager
 from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets
 from lastrow.engine.draft_graphs import DraftGraphs
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.invariance import check_invariance
 from lastrow.engine.memory import MemoryForecast, forecast
 from lastrow.engine.model_runner import ModelRunner
-from lastrow.engine.proposers import AssistantProposer, NgramProposer
+from lastrow.engine.proposers import AssistantProposer, Drafter, NgramProposer
+from lastrow.engine.relaxed_acceptance import RelaxedAcceptance
 from lastrow.engine.spec_decode import Speculator
 from lastrow.engine.transfer import pin
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kernels.fixed_order_ops import FixedOrderReferenceOps
 from lastrow.kernels.triton_ops import TritonOps
 from lastrow.kv.layout import DTYPE_BYTES
-from lastrow.kv.pool import KVPool
 from lastrow.models import assistant_config
 from lastrow.models.config import ConfigError, Gemma4Config, from_file
 from lastrow.models.gemma4 import Gemma4Model
@@ -61,27 +61,57 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         if shape.is_moe:
             raise ConfigError("batch_invariant: the experts of a mixture are not computed in a fixed order; run without it")
         logger.info("batch_invariant: %d matmuls compared, all bits equal", check_invariance(model.ops, model.weights))
-    pool = KVPool(shape, plan.budget, config.kv_cache_dtype, getattr(torch, dtype), device)
+    binder = PoolBinder(config, model, plan.max_num_batched_tokens, max_model_len)
+    cache = EngineCache(shape, plan, device, binder)
     runner = ModelRunner(
-        model, pool, vocab_size=shape.vocab_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
+        model, cache.new_pool(plan), vocab_size=shape.vocab_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
         block_size=plan.budget.block_size, device=device,
         encode=None if tokenizer is None else lambda text: tokenizer.encode(text, add_bos=False),
         attention_plans=("tiled", "rows") if config.batch_invariant else ("auto", "auto"),
     )  # fmt: skip
-    if device.type == "cuda" and not config.enforce_eager and isinstance(model.ops, TritonOps):
-        buckets = GraphBuckets.for_limits(config.max_num_seqs, plan.max_num_batched_tokens, max_model_len)
-        graphs = CUDAGraphs(model, pool, runner.inputs, buckets)
-        graphs.warm_up()
-        runner.use_graphs(graphs)
+    binder.capture(runner)
     stops = STOP_IDS if tokenizer is None else tokenizer.eos_token_ids
     if config.speculative is not None:
-        runner.speculator = make_speculator(config.speculative, model, runner)
-        runner.speculator.grammars = runner.grammars
+        runner.speculator = make_speculator(config.speculative, model, runner, binder)
     return LLMEngine(
         make_scheduler(config, plan, max_model_len), runner, tokenizer, vocab_size=shape.vocab_size,
         stop_token_ids=stops | frozenset(shape.eos_token_ids), seed=config.seed,
-        priority_scheduling=config.scheduling_policy == "priority",
+        priority_scheduling=config.scheduling_policy == "priority", cache=cache,
     )  # fmt: skip
+
+
+class PoolBinder:
+    """Makes what holds addresses of a runner's pool: the captured graphs, and those of the drafter over the same block tables."""
+
+    def __init__(self, config: EngineConfig, model: Gemma4Model, step_tokens: int, max_model_len: int) -> None:
+        self.model = model
+        self.captures = config.uses_graphs(model.weights.embed.device.type) and isinstance(model.ops, TritonOps)
+        self.buckets = GraphBuckets.for_limits(config.max_num_seqs, step_tokens, max_model_len)
+        self.assistant: Gemma4Assistant | None = None
+
+    def __call__(self, runner: ModelRunner) -> None:
+        """For a runner that has a new pool."""
+        self.capture(runner)
+        if runner.speculator is not None and isinstance(runner.speculator.proposer, AssistantProposer):
+            runner.speculator.proposer.use_pool(self.drafter(runner), runner.pool)
+
+    def capture(self, runner: ModelRunner) -> None:
+        if self.captures:
+            graphs = CUDAGraphs(self.model, runner.pool, runner.inputs, self.buckets)
+            graphs.warm_up()
+            runner.use_graphs(graphs)
+
+    def drafter(self, runner: ModelRunner) -> Drafter:
+        """`assistant`, its steps captured where the target's are."""
+        assert self.assistant is not None, "an AssistantProposer was made from an assistant"
+        if not self.captures:
+            return self.assistant
+        inputs = runner.inputs
+        drafter = DraftGraphs(
+            self.assistant, runner.pool, inputs.block_tables, inputs.null_slot, self.buckets.contexts, inputs.null_slot
+        )  # fmt: skip
+        drafter.warm_up()
+        return drafter
 
 
 def choose_device(name: str) -> torch.device:
@@ -127,21 +157,26 @@ def load_model(
     return Gemma4Model(shape, weights, ops, max_positions)
 
 
-def make_speculator(config: SpeculativeConfig, model: Gemma4Model, runner: ModelRunner) -> Speculator:
+def make_speculator(config: SpeculativeConfig, model: Gemma4Model, runner: ModelRunner, binder: PoolBinder) -> Speculator:
     """The proposer that `config` asks for. Raises ConfigError or WeightsError where the assistant does not fit the model."""
     if config.model is None:
         proposer, advice = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), None
     else:
-        assistant = load_assistant(config.model, model)
-        drafter, inputs = assistant, runner.inputs
-        if isinstance(runner.graphs, CUDAGraphs):
-            contexts = runner.graphs.buckets.contexts
-            drafter = DraftGraphs(assistant, runner.pool, inputs.block_tables, inputs.null_slot, contexts, inputs.null_slot)
-            drafter.warm_up()
-        proposer = AssistantProposer(drafter, runner.pool, inputs.block_tables)
-        advice = assistant.config.num_draft_tokens
+        binder.assistant = load_assistant(config.model, model)
+        proposer = AssistantProposer(binder.drafter(runner), runner.pool, runner.inputs.block_tables)
+        advice = binder.assistant.config.num_draft_tokens
     most = config.num_speculative_tokens or advice or DEFAULT_DRAFTS
     return Speculator(proposer, most, config.adaptive, config.simulated_acceptance)
+
+
+def make_relaxed(share: float | None, tokenizer: Tokenizer | None) -> RelaxedAcceptance | None:
+    """Raises ConfigError where the model has no thoughts to relax in."""
+    if share is None:
+        return None
+    marks = {} if tokenizer is None else tokenizer.special_ids
+    if "channel_start" not in marks or "channel_end" not in marks:
+        raise ConfigError(f"relaxed_acceptance is {share}: this model's tokenizer has no <|channel> to mark a thought")
+    return RelaxedAcceptance(share, marks["channel_start"], marks["channel_end"])
 
 
 def load_assistant(name: str, model: Gemma4Model) -> Gemma4Assistant:
@@ -169,19 +204,10 @@ def assistant_bytes(config: SpeculativeConfig | None, shape: Gemma4Config, dtype
 
 def make_scheduler(config: EngineConfig, plan: MemoryForecast, max_model_len: int) -> Scheduler:
     """The scheduler over the blocks that `plan` bought."""
-    layout, budget = plan.layout, plan.budget
-    blocks = KVCacheConfig(
-        block_size=budget.block_size,
-        num_full_blocks=budget.num_full_blocks,
-        num_sliding_blocks=budget.num_sliding_blocks,
-        sliding_window=layout.sliding_window,
-        has_full=bool(layout.full_layers),
-        has_sliding=bool(layout.sliding_layers),
-    )
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_prefill_seqs=config.max_prefill_seqs,
     )
-    return Scheduler(limits, KVCacheManager(blocks, config.enable_prefix_caching))
+    return Scheduler(limits, make_kv_manager(plan, config.enable_prefix_caching))

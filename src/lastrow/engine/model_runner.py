@@ -16,6 +16,7 @@ from lastrow.core.output import ModelRunnerOutput, SchedulerOutput
 from lastrow.engine.footprint import LOGIT_ROWS_BYTES
 from lastrow.engine.inputs import ForwardResult, InputBatch, Router, StepInputs
 from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
+from lastrow.engine.relaxed_acceptance import RelaxedAcceptance
 from lastrow.engine.sampler import Sampler
 from lastrow.engine.sampling_state import Grammar
 from lastrow.engine.spec_decode import PendingDrafts, Speculator, accept
@@ -136,6 +137,7 @@ class ModelRunner:
         self.grammars: dict[str, Grammar] = {}
         self.graphs: GraphRunner | None = None
         self.speculator: Speculator | None = None
+        self.relaxed: RelaxedAcceptance | None = None
         self.stats = RunnerStats()
         self._logit_rows = max(1, LOGIT_ROWS_BYTES // (4 * vocab_size))
 
@@ -147,6 +149,8 @@ class ModelRunner:
         self.inputs.drop(out.finished)
         if self.speculator is not None:
             self.speculator.drop(out.finished)
+        if self.relaxed is not None:
+            self.relaxed.drop(out.finished)
         if out.is_empty:
             return StepHandle([])
         for part in out.scheduled:
@@ -167,6 +171,13 @@ class ModelRunner:
     def use_graphs(self, graphs: GraphRunner) -> None:
         """Run steps through captured graphs from now on."""
         self.graphs = self.inputs.router = graphs
+
+    def drop_pool(self) -> None:
+        """Let go of the pool and of the graphs captured over it, before another pool takes its place."""
+        self.graphs = self.inputs.router = None
+        if self.speculator is not None:
+            self.speculator.proposer.drop_pool()
+        del self.pool
 
     def forward(self, step: StepInputs) -> ForwardResult:
         """The wanted rows' hidden state, by captured graphs where they fit, eagerly elsewhere."""
@@ -195,9 +206,13 @@ class ModelRunner:
         slots, rows = step.slots[of], step.sample_rows
         if result.greedy is not None and self.sampler.is_plain_greedy(slots):
             handle.sampled = result.greedy if rows is None else result.greedy[rows]
-            return
-        handle.sampled, handle.logprobs = self.sampler.sample(self._logits(result, rows), slots, step.sample_positions + 1 - prompt, behind)
-        self.inputs.keep_sampled(step.sample_slots, handle.sampled)
+            logits = None
+        else:
+            logits = self._logits(result, rows)
+            handle.sampled, handle.logprobs = self.sampler.sample(logits, slots, step.sample_positions + 1 - prompt, behind)
+            self.inputs.keep_sampled(step.sample_slots, handle.sampled)
+        if self.relaxed is not None and handle.drafts:
+            handle.sampled = self.relaxed.apply(step, handle.sampled, lambda: self._logits(result, rows) if logits is None else logits)
 
     def _logits(self, result: ForwardResult, rows: torch.Tensor | None) -> torch.Tensor:
         """Softcapped logits of `rows` (None: all) of a step's wanted rows."""

@@ -1,0 +1,61 @@
+"""Relaxed acceptance changes tokens inside a thought, only there, and only where the draft is near the best."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from engine.stub_engine import stub_engine, stub_logits
+from engine.test_spec_decode import GREEDY, run, speculating, tokens
+from lastrow.config import EngineConfig
+from lastrow.engine.relaxed_acceptance import RelaxedAcceptance
+from lastrow.models.config import ConfigError
+
+START, END = 30, 31
+LONG = replace(GREEDY, max_tokens=60)
+
+
+def relaxed(share: float, prompt: list[int], right: float = 0.2) -> list[int]:
+    engine, _ = speculating(right)
+    engine.runner.relaxed = RelaxedAcceptance(share, START, END)
+    output = tokens(run(engine, [(prompt, LONG)]))[0][0]
+    assert not engine.runner.relaxed._seen
+    return output
+
+
+def plain(prompt: list[int]) -> list[int]:
+    return tokens(run(stub_engine(), [(prompt, LONG)]))[0][0]
+
+
+def test_inside_a_thought_near_drafts_stay_and_far_ones_do_not() -> None:
+    prompt = [3, START, 5]
+    output = relaxed(0.05, prompt)
+    assert output != plain(prompt)
+    text, inside, others = list(prompt), True, 0
+    for token in output:
+        logits = stub_logits(text)
+        best = int(logits.argmax())
+        if token != best:
+            others += 1
+            assert inside and token not in (START, END)
+            assert logits[token] >= logits[best] + math.log(0.05)
+        inside = (token == START) if token in (START, END) else inside
+        text.append(token)
+    assert others >= 2
+
+
+def test_outside_a_thought_and_with_share_one_nothing_changes() -> None:
+    for prompt in ([3, 4, 5], [3, START, END]):
+        output = plain(prompt)
+        end = output.index(START) + 1 if START in output else len(output)
+        assert relaxed(0.001, prompt)[:end] == output[:end]
+    assert relaxed(1.0, [3, START, 5]) == plain([3, START, 5])
+
+
+def test_the_option_needs_drafts_and_a_share() -> None:
+    with pytest.raises(ConfigError, match=r"relaxed_acceptance is 0\.3: speculative_config is needed"):
+        EngineConfig(relaxed_acceptance=0.3)
+    with pytest.raises(ConfigError, match=r"relaxed_acceptance is 0.0: None or a share in \(0, 1\]"):
+        EngineConfig(relaxed_acceptance=0.0, speculative_config={"method": "ngram"})
