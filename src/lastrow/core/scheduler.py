@@ -198,6 +198,14 @@ class Scheduler:
             num_preemptions=self.counters.preemptions,
         )
 
+    def use_kv_manager(self, kv_manager: KVCacheManager) -> None:
+        """Go on with other blocks and an empty cache; the prefix cache's counters go on, too. Raises ValueError while a request is
+        not finished."""
+        if self.requests:
+            raise ValueError(f"{len(self.requests)} requests are not finished: their blocks cannot be taken away")
+        kv_manager.prefix_cache_stats = self.kv.prefix_cache_stats
+        self.kv = kv_manager
+
     # -- one step ----------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:

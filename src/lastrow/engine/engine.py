@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +18,13 @@ from lastrow.core.output import RequestOutput, SchedulerOutput
 from lastrow.core.request import FinishReason, Request
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.core.scheduler import Scheduler
+from lastrow.core.stats import cache_status
+from lastrow.engine.cache import EngineCache, status_document
 from lastrow.engine.model_runner import ModelRunner, StepHandle
 from lastrow.engine.output_processor import OutputProcessor, RequestGroup
 from lastrow.engine.sampling_state import Grammar
 from lastrow.engine.structured_output import GrammarBackend
+from lastrow.models.config import ConfigError
 from lastrow.tokenizer import Tokenizer
 
 IDLE_STEPS = 3  # empty steps in a row, nothing in flight, before the watchdog speaks: one may pass while blocks change hands
@@ -34,7 +38,7 @@ class LLMEngine:
     """scheduler, runner and tokenizer (None: token ids only) behind one door. Not thread-safe.
 
     stop_token_ids: what ends an answer unless ignore_eos. seed: from which requests without a seed get theirs.
-    async_scheduling: keep one step in flight (default: on CUDA)."""
+    async_scheduling: keep one step in flight (default: on CUDA). cache: what can rebuild the pool (None: nothing can)."""
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class LLMEngine:
         seed: int = 0,
         async_scheduling: bool | None = None,
         priority_scheduling: bool = True,
+        cache: EngineCache | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -56,6 +61,7 @@ class LLMEngine:
         self.outputs = OutputProcessor(tokenizer)
         self.depth = int(runner.device.type == "cuda" if async_scheduling is None else async_scheduling)
         self.priority_scheduling = priority_scheduling
+        self.cache = cache
         self._seed = seed
         self._num_requests = 0
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
@@ -195,6 +201,32 @@ class LLMEngine:
     @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests or bool(self._in_flight)
+
+    # ------------------------------------------------------------------------------------------------------ the cache
+    def cache_status(self) -> dict[str, Any]:
+        """The document of GET /v1/cache/status: blocks by group, prefix hits, formats, and who owns K/V and who reads it."""
+        blocks = cache_status(self.scheduler.kv)
+        return blocks if self.cache is None else status_document(blocks, self.cache.status(self.runner.pool))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the K/V of finished requests. Raises ValueError while a request is not finished."""
+        self._need_idle("the prefix cache is reset")
+        self.scheduler.kv.reset_prefix_cache()
+
+    def rebuild_cache(self, kv_cache_memory_bytes: int) -> None:
+        """Another size for the K/V pool, empty. Captured graphs are captured again. Raises ValueError while a request is not finished
+        (step() until has_unfinished_requests is False), ConfigError for a size that does not fit; the old one then stays."""
+        if self.cache is None:
+            raise ValueError("this engine was put together by hand: its pool cannot be rebuilt")
+        if kv_cache_memory_bytes <= 0:
+            raise ConfigError(f"kv_cache_memory_bytes is {kv_cache_memory_bytes}: a positive number of bytes is needed")
+        self._need_idle("the pool is rebuilt")
+        self._launch()  # nothing is scheduled: finished requests leave the runner
+        self.cache.rebuild(self.scheduler, self.runner, kv_cache_memory_bytes)
+
+    def _need_idle(self, what: str) -> None:
+        if self.has_unfinished_requests:
+            raise ValueError(f"{len(self.scheduler.requests) or 'some'} requests are not finished: {what} when none is left")
 
     # ------------------------------------------------------------------------------------------------------ steps
     def step(self) -> list[RequestOutput]:

@@ -51,7 +51,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; results are in the prompts' order.
 
-        A prompt is a text (one <bos> is put in front), {"prompt_token_ids": [...]}, {"prompt": text} or a list of token ids.
+        A prompt is a text (one <bos> is put in front), {"prompt_token_ids": [...]}, {"prompt": text} or a list of token ids. A mapping may
+        bring a "cache_salt": only prompts with the same one share cached K/V.
         sampling_params: one for all or one per prompt; None: `get_default_sampling_params()`. use_tqdm: show progress on a
         terminal. Raises ValueError naming the prompt that cannot be run; then none is."""
         items = [prompts] if _is_prompt(prompts) else list(prompts)
@@ -63,9 +64,9 @@ class LLM:
         try:
             texts = [self._tokens(item) for item in items]
             left, waiting = sum(len(tokens) for _, tokens in texts), 0
-            for (text, tokens), p, rank in zip(texts, params, order, strict=True):
+            for item, (text, tokens), p, rank in zip(items, texts, params, order, strict=True):
                 request_id = str(next(self._ids))
-                self.engine.add_request(request_id, tokens, p, prompt=text, priority=rank)
+                self.engine.add_request(request_id, tokens, p, prompt=text, priority=rank, cache_salt=_salt(item))
                 ids.append(request_id)
                 left, waiting = left - len(tokens), waiting + len(tokens)
                 if waiting >= LAUNCH_TOKENS and left >= 2 * LAUNCH_TOKENS:
@@ -113,7 +114,7 @@ class LLM:
             sampling_params = sampling_params or replace(self.get_default_sampling_params(), max_tokens=None)
         request_id = str(next(self._ids))
         params = self._params(sampling_params, 1)[0]
-        self.engine.add_request(request_id, tokens, params, prompt=text, stream=True)
+        self.engine.add_request(request_id, tokens, params, prompt=text, stream=True, cache_salt=_salt(prompt))
         return self._follow(request_id)
 
     # ------------------------------------------------------------------------------------------------------ prefill only
@@ -196,6 +197,18 @@ class LLM:
             values["temperature"] = 0.0
         return SamplingParams(**values)
 
+    def cache_status(self) -> dict[str, Any]:
+        """Blocks by group, prefix hits, formats, and who owns K/V and who reads it: the document of GET /v1/cache/status."""
+        return self.engine.cache_status()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the K/V of finished requests."""
+        self.engine.reset_prefix_cache()
+
+    def rebuild_cache(self, kv_cache_memory_bytes: int) -> None:
+        """Another size for the K/V pool, whose content is lost. Raises ConfigError for a size that does not fit; the old one stays."""
+        self.engine.rebuild_cache(kv_cache_memory_bytes)
+
     def shutdown(self) -> None:
         """End all requests. The memory goes when the object does."""
         self.engine.abort(list(self.engine.outputs.groups))
@@ -231,6 +244,14 @@ class LLM:
         if len(params) != count:
             raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one per prompt")
         return list(params)
+
+
+def _salt(prompt: Any) -> str | None:
+    """cache_salt of a prompt given as a mapping. Raises ValueError where it is no text."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if not isinstance(salt, str | None):
+        raise ValueError(f"cache_salt is {salt!r}: a text is needed")
+    return salt
 
 
 def _is_prompt(prompts: Any) -> bool:

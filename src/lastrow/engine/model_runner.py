@@ -177,7 +177,7 @@ class ModelRunner:
         self.graphs = self.inputs.router = None
         if self.speculator is not None:
             self.speculator.proposer.drop_pool()
-        del self.pool
+        self.pool = None  # pyright: ignore[reportAttributeAccessIssue]  no step runs before the next one is set
 
     def forward(self, step: StepInputs) -> ForwardResult:
         """The wanted rows' hidden state, by captured graphs where they fit, eagerly elsewhere."""

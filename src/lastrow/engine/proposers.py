@@ -54,6 +54,10 @@ class Proposer(Protocol):
 
     def drop(self, request_id: str) -> None: ...
 
+    def drop_pool(self) -> None:
+        """Let go of the K/V pool and whatever was captured over it; `use_pool` follows before the next step."""
+        ...
+
 
 class Drafter(Protocol):
     """A Gemma4Assistant, or captured steps of one."""
@@ -92,6 +96,13 @@ class AssistantProposer:
 
     def drop(self, request_id: str) -> None:
         """Nothing is kept between steps."""
+
+    def drop_pool(self) -> None:
+        self.pool = self.assistant = None  # pyright: ignore[reportAttributeAccessIssue]  no step runs before use_pool
+
+    def use_pool(self, assistant: Drafter, pool: KVPool) -> None:
+        """assistant: the drafter again, or steps of it captured over `pool`."""
+        self.assistant, self.pool = assistant, pool
 
 
 def _verified(rows: DraftRows) -> np.ndarray:
@@ -157,3 +168,6 @@ class NgramProposer:
 
     def drop(self, request_id: str) -> None:
         self._index.pop(request_id, None)
+
+    def drop_pool(self) -> None:
+        """Only texts are kept, and they stay."""
