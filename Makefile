@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lastrow needs Python 3.11 or newer: make PYTHON=python3.11"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	if command -v nvidia-smi >/dev/null; then grep -v -E '^(torch|triton)==' constraints.txt; else cat constraints.txt; fi > .venv/constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c .venv/constraints.txt -e '.[server,gpu,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c .venv/constraints.txt -e '.[server,data,gpu,dev]'
 	touch $(STAMP)
 
 clean:
