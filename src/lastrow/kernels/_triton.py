@@ -4,41 +4,57 @@ everywhere; launching a kernel then fails with one line."""
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-try:
-    import triton
-    import triton.language as tl
-    from triton import jit, next_power_of_2
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-    from triton.tools.tensor_descriptor import TensorDescriptor
+if TYPE_CHECKING:  # the kernels' language is not Python's: types stop here
+    TensorDescriptor: Any
+    gdc_launch_dependents: Any
+    gdc_wait: Any
 
-    HAS_TRITON = True
-    INTERPRETED = bool(triton.knobs.runtime.interpret)
-except ImportError:
-    HAS_TRITON = False
-    INTERPRETED = False
-    tl: Any = SimpleNamespace(constexpr=lambda value: value)
-    gdc_launch_dependents = gdc_wait = TensorDescriptor = None
+    class Language(type):
+        def __getattr__(cls, name: str) -> Any: ...
 
-    def next_power_of_2(n: int) -> int:
-        return 1 << (n - 1).bit_length()
+    class tl(metaclass=Language):
+        constexpr: TypeAlias = Any
 
-    class Kernel:
-        """A kernel that cannot be launched here."""
+    L2E: Any
+    HAS_TRITON: bool
+    INTERPRETED: bool
 
-        def __init__(self, fn: Any) -> None:
-            self.fn = fn
+    def jit(fn: Any = None, **options: Any) -> Any: ...
+    def next_power_of_2(n: int) -> int: ...
+else:
+    try:
+        import triton
+        import triton.language as tl
+        from triton import jit, next_power_of_2
+        from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
-        def __getitem__(self, grid: Any) -> Any:
-            raise RuntimeError(f"{self.fn.__name__} needs triton: pip install 'lastrow[gpu]', or run with --backend reference")
+        HAS_TRITON = True
+        INTERPRETED = bool(triton.knobs.runtime.interpret)
+    except ImportError:
+        HAS_TRITON = False
+        INTERPRETED = False
+        tl = SimpleNamespace(constexpr=lambda value: value)
+        gdc_launch_dependents = gdc_wait = TensorDescriptor = None
 
-    def jit(fn: Any = None, **options: Any) -> Any:
-        return Kernel if fn is None else Kernel(fn)
+        def next_power_of_2(n):
+            return 1 << (n - 1).bit_length()
 
+        class Kernel:
+            """A kernel that cannot be launched here."""
 
-L2E = tl.constexpr(1.4426950408889634)
-"""log2(e): softmax by exp2."""
+            def __init__(self, fn):
+                self.fn = fn
+
+            def __getitem__(self, grid):
+                raise RuntimeError(f"{self.fn.__name__} needs triton: pip install 'lastrow[gpu]', or run with --backend reference")
+
+        def jit(fn=None, **options):
+            return Kernel if fn is None else Kernel(fn)
+
+    L2E = tl.constexpr(1.4426950408889634)  # log2(e): softmax by exp2
 
 
 def cdiv(a: int, b: int) -> int:

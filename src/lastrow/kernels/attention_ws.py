@@ -8,18 +8,16 @@ Same tile list and key order as attention.tiled_attention_kernel, and with the s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lastrow.kernels._gluon import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from lastrow.kernels._triton import L2E
 from lastrow.kernels.kv_cache import PagedKV
 from lastrow.kernels.matmul import num_programs
 from lastrow.kernels.rows import QueryRows
 
-L2E = gl.constexpr(1.4426950408889634)
 GROUP_ROWS = 64  # of one warpgroup_mma
 ROWS = 2 * GROUP_ROWS
 WAVES = 4
@@ -293,7 +291,7 @@ def triton(
     if not tiles.shape[0]:
         return out
 
-    def descriptor(x: torch.Tensor, height: int, block_rows: int, block_columns: int) -> TensorDescriptor:
+    def descriptor(x: torch.Tensor, height: int, block_rows: int, block_columns: int) -> Any:
         block = [block_rows, block_columns]
         return TensorDescriptor(x, [height, d], [d, 1], block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lastrow.kernels import attention, qkv_epilogue
@@ -33,7 +35,7 @@ def reference(
     """qkv [R, (heads + k and v heads) * head_dim], the raw projections of one row per sequence -> attention output
     [R, heads, head_dim]. With k_weight and slots [R] the rows' K and V are stored first; without them the layer shares K/V
     and qkv holds q heads alone."""
-    own = {} if k_weight is None else dict(k_weight=k_weight, kv=kv, slots=slots, kv_heads=kv.k.shape[2], k_eq_v=k_eq_v)
+    own: dict[str, Any] = {} if k_weight is None else dict(k_weight=k_weight, kv=kv, slots=slots, kv_heads=kv.k.shape[2], k_eq_v=k_eq_v)
     q = qkv_epilogue.reference(qkv, rows.positions, rope, q_weight, head_dim, eps, **own)
     assert q is not None
     return attention.reference(q, kv, rows, block_table, window)

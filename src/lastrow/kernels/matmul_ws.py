@@ -6,13 +6,11 @@ The order of summation is that of matmul.matmul_kernel, and so are the bits."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lastrow.kernels._gluon import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from lastrow.kernels.matmul import num_programs
 
 
@@ -144,7 +142,7 @@ def triton(
     if not m:
         return out
 
-    def descriptor(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    def descriptor(t: torch.Tensor, rows: int, columns: int) -> Any:
         layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
         return TensorDescriptor(t, list(t.shape), [t.stride(0), 1], [rows, columns], layout)
 

@@ -35,7 +35,7 @@ def reference(
     heads = qkv.view(tokens, -1, head_dim)
     stored = 0 if kv is None else kv_heads * (1 if k_eq_v else 2)
     num_q = heads.shape[1] - stored
-    if kv is not None:
+    if kv is not None and slots is not None:
         raw_k = heads[:, num_q : num_q + kv_heads]
         raw_v = raw_k if k_eq_v else heads[:, num_q + kv_heads :]
         k = apply_rope(rms_norm(raw_k, k_weight, eps), cos_sin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -120,11 +120,12 @@ class TritonOps:
     def _splits(self, x: torch.Tensor) -> bool:
         return not self.batch_invariant and x.shape[0] <= split_linear.MAX_ROWS and x.dtype is torch.bfloat16
 
-    def qkv_epilogue(self, qkv, positions, rope, q_weight, head_dim, eps, k_weight=None, kv=None, slots=None, kv_heads=0, k_eq_v=False):
-        whole = q_weight is not None and kv is not None and not k_eq_v
-        if isinstance(qkv, Deferred) and whole and head_dim in FOLDED_HEAD_DIMS:
+    def qkv_epilogue(
+        self, qkv, positions, rope, q_weight, head_dim, eps, k_weight: Any = None, kv=None, slots: Any = None, kv_heads=0, k_eq_v=False
+    ):
+        if isinstance(qkv, Deferred) and head_dim in FOLDED_HEAD_DIMS and not k_eq_v and q_weight is not None and kv is not None:
             self.counts["qkv_matmul"] += 1
-            return fused_matmul.triton_qkv(*qkv, positions, rope, q_weight, head_dim, eps, k_weight, kv, slots, kv_heads)
+            return fused_matmul.triton_qkv(qkv.x, qkv.weight, positions, rope, q_weight, head_dim, eps, k_weight, kv, slots, kv_heads)
         self.counts["qkv_epilogue"] += 1
         return qkv_epilogue.triton(self._resolve(qkv), positions, rope, q_weight, head_dim, eps, k_weight, kv, slots, kv_heads, k_eq_v)
 
@@ -184,7 +185,7 @@ class TritonOps:
     def ple_gate(self, gate, ple, index):
         if isinstance(gate, Deferred):
             self.counts["ple_gate_matmul"] += 1
-            return fused_matmul.triton_ple_gate(*gate, ple, index)
+            return fused_matmul.triton_ple_gate(gate.x, gate.weight, ple, index)
         self.counts["ple_gate"] += 1
         return ple_gate.triton(gate, ple, index)
 
