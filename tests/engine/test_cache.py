@@ -37,7 +37,7 @@ def rows(heldout: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_status_says_who_owns_and_who_reads_and_what_the_bytes_hold(rows: list[dict[str, Any]]) -> None:
-    llm = LLM("tiny-e", **SMALL | {"kv_cache_memory_bytes": 3_000_000})  # room for all three prompts at once
+    llm = LLM("tiny-e", **SMALL | {"kv_cache_memory_bytes": 3_000_000, "max_num_seqs": 16})  # room for all three prompts at once
     greedy(llm, rows)
     greedy(llm, rows)
     status = llm.cache_status()
