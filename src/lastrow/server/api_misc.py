@@ -99,6 +99,13 @@ def router(state: ServerState) -> APIRouter:
             body["token_strs"] = [state.tokenizer.token_text(token) for token in ids]
         return json_response(body)
 
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Special tokens and chat template, under the names of tokenizer_config.json; lm-eval asks for it."""
+        file = state.tokenizer.path / "chat_template.jinja"
+        template = state.settings.chat_template or (file.read_text(encoding="utf-8") if file.is_file() else None)
+        return json_response({**state.tokenizer.special_tokens_map, "chat_template": template})
+
     @routes.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> Response:
         state.check_ids("tokens", request.tokens)
