@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lastrow.core.sampling_params import SamplingParams
-from lastrow.decisions.labels import LabelTrie, Leaf, encode_labels
+from lastrow.decisions.labels import LabelScores, LabelTrie, Leaf, encode_labels
 from lastrow.decisions.plan import LABELS, MIN_SHARED, Job, Read, Unit, label_scores, label_units
 from lastrow.decisions.prompts import PromptWriter
 from lastrow.decisions.questions import MAX_CHOICES, DecisionError, Question, parse_questions
@@ -178,17 +178,50 @@ class Ranker:
                 raise DecisionError(f"documents[{i}] and the query have {len(root)} tokens, the window has {self._limit}")
             roots.append(root)
             tries.append(end.trie)
-        units: list[Unit] = []
-        shared = min(common_prefix(roots[0], root, len(before_ids)) for root in roots)
-        shared = min(shared, min(len(root) for root in roots) - 1)
-        parent = None
-        if len(roots) > 1 and shared >= MIN_SHARED:
-            parent = 0
-            units.append(Unit(roots[0][:shared], LABELS, (), ()))
-        places = [label_units(units, root, trie, False, parent, shared, None) for root, trie in zip(roots, tries, strict=True)]
-        reads = yield units
-        scores = [label_scores(trie, len(root), at, units, reads) for root, trie, at in zip(roots, tries, places, strict=True)]
+        scores, units, reads = yield from read_roots(roots, tries, len(before_ids), False)
         return [softmax(score.log_scores)[0] for score in scores], *_usage(units, reads)
+
+
+def read_roots(
+    roots: Sequence[list[int]], tries: Sequence[LabelTrie], guess: int, mass: bool
+) -> Job[tuple[list[LabelScores], list[Unit], list[Read]]]:
+    """Scores of each trie's labels behind its prompt. What all prompts begin with is computed once; guess: tokens of it that are known."""
+    units: list[Unit] = []
+    shared = min(common_prefix(roots[0], root, guess) for root in roots)
+    shared = min(shared, min(len(root) for root in roots) - 1)
+    parent = None
+    if len(roots) > 1 and shared >= MIN_SHARED:
+        parent = 0
+        units.append(Unit(roots[0][:shared], LABELS, (), ()))
+    places = [label_units(units, root, trie, mass, parent, shared, None) for root, trie in zip(roots, tries, strict=True)]
+    reads = yield units
+    return [label_scores(trie, len(root), at, units, reads) for root, trie, at in zip(roots, tries, places, strict=True)], units, reads
+
+
+def label_tokens_job(
+    splicer: Splicer, query: str | list[int], items: Sequence[str | list[int]], label_ids: Sequence[int], item_first: bool, limit: int
+) -> Job[tuple[list[list[float]], int, int]]:
+    """Log probability, over the whole vocabulary, of each of the tokens label_ids behind query + item (item + query with item_first).
+
+    Texts get one <bos>, ids are taken as they are. Returns (a list per item, tokens given to the model, cached tokens)."""
+    if not items or not label_ids or len(set(label_ids)) != len(label_ids):
+        raise DecisionError("at least one item, and at least one label token id, all different, are needed")
+    trie = LabelTrie(tuple(Leaf(i, (token,)) for i, token in enumerate(label_ids)), len(label_ids))
+    roots = [_query_item(splicer, *((item, query) if item_first else (query, item))) for item in items]
+    for i, root in enumerate(roots):
+        if not 1 <= len(root) <= limit:
+            raise DecisionError(f"query and items[{i}] have {len(root)} tokens: 1 to {limit} are needed")
+    scores, units, reads = yield from read_roots(roots, [trie] * len(roots), 0, True)
+    return [score.log_scores for score in scores], *_usage(units, reads)
+
+
+def _query_item(splicer: Splicer, first: str | list[int], second: str | list[int]) -> list[int]:
+    if isinstance(first, str) and isinstance(second, str):
+        ids = splicer.tokenizer.encode(first)
+        return [ids[0], *splicer.join(first, ids[1:], second, splicer.encode(second))]
+    if isinstance(first, str) or isinstance(second, str):
+        raise DecisionError("query and items must both be texts, or both token ids")
+    return [*first, *second]
 
 
 def _usage(units: Sequence[Unit], reads: Sequence[Read]) -> tuple[int, int]:

@@ -105,6 +105,12 @@ class AsyncEngine:
                 self._process.kill()
         self._close("the server is shutting down")
 
+    def kill(self) -> None:
+        """End the process at once, if it is still there: for a server that does not get to `stop`."""
+        if self._process is not None and self._process.is_alive():
+            self._process.kill()
+            self._process.join(STOP_TIMEOUT)
+
     @property
     def is_ready(self) -> bool:
         return self.ready is not None and self.death is None and not self._stopping
@@ -180,6 +186,27 @@ class AsyncEngine:
         finally:
             if self._open.pop(add.request_id, None) is not None and self.death is None:
                 self._send(wire.Abort([add.request_id]))
+
+    async def read(self, adds: list[wire.Add]) -> list[list[wire.Output]]:
+        """All outputs of requests that are added together, forks of each other among them, once every one is finished. Leaving early
+        ends them. Raises RequestRejected or EngineDeadError."""
+        if not self.is_ready:
+            raise EngineDeadError(self.death or "the engine is starting")
+        opened = {add.request_id: _Open(1) for add in adds}
+        self._open.update(opened)
+        self._send(wire.AddMany(adds))
+        try:
+            for request in opened.values():
+                while request.unfinished and request.error is None:
+                    request.bell.clear()
+                    await request.bell.wait()
+                if request.error is not None:
+                    raise request.error
+            return [request.outputs for request in opened.values()]
+        finally:
+            left = [name for name in opened if self._open.pop(name, None) is not None]
+            if left and self.death is None:
+                self._send(wire.Abort(left))
 
     async def call(self, name: str) -> Any:
         """Ask the engine something; see wire.Call. Raises EngineDeadError or ValueError."""

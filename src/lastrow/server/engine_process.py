@@ -130,9 +130,12 @@ class EngineLoop:
             self._handle(command)
         return os.getppid() == self._parent
 
-    def _handle(self, command: wire.Add | wire.Abort | wire.Call) -> None:
+    def _handle(self, command: wire.Add | wire.AddMany | wire.Abort | wire.Call) -> None:
         if isinstance(command, wire.Add):
             self._add(command)
+        elif isinstance(command, wire.AddMany):
+            for add in command.adds:
+                self._add(add)
         elif isinstance(command, wire.Abort):
             self.engine.abort(command.request_ids)
         else:

@@ -31,6 +31,12 @@ class Add(msgspec.Struct, tag="add", array_like=True):
     fork_num_tokens: int = 0
 
 
+class AddMany(msgspec.Struct, tag="add_many", array_like=True):
+    """Requests that are added before the next step, in order: forks, whose parent must not end before they are there."""
+
+    adds: list[Add]
+
+
 class Abort(msgspec.Struct, tag="abort", array_like=True):
     request_ids: list[str]
 
@@ -130,7 +136,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
     message: str
 
 
-ToEngine = Add | Abort | Call | Stop
+ToEngine = Add | AddMany | Abort | Call | Stop
 FromEngine = Ready | Outputs | Rejected | Reply | Failed
 
 encode = msgspec.msgpack.Encoder().encode
