@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from lastrow.weights.resolve import resolve_model
 logger = logging.getLogger("lastrow.server")
 
 
+IMPATIENT = 0.5
+
+
 @dataclass(frozen=True)
 class Listen:
     """Where the server listens. shutdown_timeout: seconds that running requests get after SIGTERM."""
@@ -37,6 +41,7 @@ class Server(uvicorn.Server):
     """uvicorn with our signals: SIGTERM and SIGINT drain, a second one does not wait."""
 
     state: ServerState
+    _first_signal = 0.0
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -46,8 +51,12 @@ class Server(uvicorn.Server):
         yield
 
     def _drain(self) -> None:
+        now = time.monotonic()
         if self.state.draining:
-            self.force_exit = True
+            # `timeout` and terminals send one signal twice; a person who means it does so later.
+            self.force_exit = now - self._first_signal > IMPATIENT
+            return
+        self._first_signal = now
         self.state.draining = True
         logger.info("draining: %d requests are running", self.state.num_active)
         self.should_exit = True
@@ -77,7 +86,10 @@ def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int
         )
     )  # fmt: skip
     server.state = state
-    server.run()
+    try:
+        server.run()
+    finally:
+        engine.kill()
     return 1 if died or not server.started else 0
 
 
