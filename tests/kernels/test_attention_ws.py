@@ -22,10 +22,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("batch", [None, 0, 1, 3])
+@pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("parts", [0, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_bits_of_the_plain_kernel(name, parts, batch):
+def test_bits_of_the_plain_kernel(name, parts, persistent):
     from lastrow.kernels import attention_ws
 
     q, pool, rows, table, window = build(CASES[name], "auto", BF16, "cuda", block_size=64, plan="tiled")
@@ -33,7 +33,7 @@ def test_bits_of_the_plain_kernel(name, parts, batch):
     d = q.shape[2]
     if d == 512 and parts:
         pytest.skip("no shared memory left beside the tiles of head dim 512")
-    config = attention_ws.WsConfig(attention_ws.CONFIGS[d].keys, 256, parts=parts, batch=batch)
+    config = attention_ws.WsConfig(attention_ws.CONFIGS[d].keys, 256, parts=parts, persistent=persistent)
     out = torch.full_like(q, float("nan"))
     attention_ws.triton(q, pool, rows, table, window, out=out, config=config)
     plain = attention.TileConfig(128, config.keys, 256, 8, 1)

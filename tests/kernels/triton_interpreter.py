@@ -5,6 +5,7 @@ second time no longer patches triton.language again (most of the time of a test)
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,9 @@ def _from_float(data: np.ndarray, dtype: Any) -> np.ndarray:
     return values.to(as_torch).view(container).numpy().view(stored)
 
 
+@cache
 def install() -> None:
-    """Replace the interpreter's casts and dot for every kernel run after this call."""
+    """Replace the interpreter's casts and dot for every kernel run after this call; calling it again changes nothing."""
     plain_cast = InterpreterBuilder.cast_impl
 
     def cast(self: InterpreterBuilder, src: TensorHandle, dst_type: Any) -> TensorHandle:

@@ -168,16 +168,12 @@ def bench_attention(b: Bench) -> None:
             plain, special = attention.triton, attention_ws.triton
             args = (q, kv, rows, table, window)
             configs = {
-                f"ws {'strided' if batch == 0 else batch}{', TMA out' if parts else ''}": attention_ws.WsConfig(
-                    ws.keys, 256, parts=parts, batch=batch
+                f"ws, {'persistent' if persistent else 'a tile each'}{', TMA out' if parts else ''}": attention_ws.WsConfig(
+                    ws.keys, 256, parts=parts, persistent=persistent
                 )
-                for batch in (1, 2, 4, 8, 0)
+                for persistent in (True, False)
                 for parts in ((0, 2) if d == 256 else (0,))
             }
-            if d == 256:
-                configs["ws 4, keys 32, 4 stages"] = attention_ws.WsConfig(32, 256, stages=4, batch=4)
-            else:
-                configs["ws 4, keys 64, 1 stage"] = attention_ws.WsConfig(64, 256, stages=1, batch=4)
             variants: Variants = {
                 "tiled": lambda: plain(*args),
                 "ws": lambda: special(*args),

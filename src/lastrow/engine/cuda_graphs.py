@@ -116,16 +116,16 @@ class CUDAGraphs:
             batch = self._eager(step)
             x, h = self.model.self_decoder(batch, self.pool)
             take = batch.logits_indices
-            rows = () if take is None else (x[take], h[take], batch.input_ids[take])
+            rows = [] if take is None else [x[take], h[take], batch.input_ids[take]]
         else:
-            rows = self._replay(before)
+            rows = list(self._replay(before))
         if behind is None:
             return ForwardResult(None)
         if before is not behind:
             for source, target in zip(rows, self._of_fields[id(behind)].inputs, strict=True):
                 target[:n].copy_(source[:n])
-            rows = self._replay(behind)
-        hidden, logits, greedy = rows
+            rows = list(self._replay(behind))
+        hidden, logits, greedy = rows[0], rows[1], rows[2]
         return ForwardResult(hidden[:n], logits[:n], greedy[:n])
 
     def _replay(self, fields: StaticFields) -> tuple[torch.Tensor, ...]:

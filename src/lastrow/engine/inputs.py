@@ -207,7 +207,7 @@ class InputBatch:
     def _fill(self, static: StaticFields, values: dict[str, np.ndarray], plan: _RowPlan, slots: np.ndarray) -> None:
         """Write a graph's fields. Padding rows are token 0 at position 0 of the null slot and store nothing."""
         fields = self._staging.begin(static.layout, static.buffer.numel())
-        padding = dict.fromkeys(("slots_full", "slots_sliding"), -1)
+        padding: dict[str, int] = dict.fromkeys(("slots_full", "slots_sliding"), -1)
         padding |= dict.fromkeys(("seq_index", "row_seqs", "row_slots"), self.null_slot)
         for name, field in fields.items():
             if name.startswith("tiles_"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lastrow.kernels.dispatch import ReferenceOps
+from lastrow.kernels.ops import Ops
 from lastrow.models.weights import ModelWeights
 
 ROWS = (1, 2, 7, 16, 33, 64, 65, 129, 192, 256, 511, 512, 768, 999, 1000, 2048)
@@ -16,7 +16,7 @@ class NotInvariant(RuntimeError):
 
 
 @torch.inference_mode()
-def check_invariance(ops: ReferenceOps, weights: ModelWeights) -> int:
+def check_invariance(ops: Ops, weights: ModelWeights) -> int:
     """Compare every distinct matmul of the model at each of ROWS with itself at the largest, bit for bit, on random rows.
 
     Returns the number of comparisons. Raises NotInvariant at the first difference."""

@@ -50,7 +50,8 @@ def run(options: dict[str, Any], prompts: Sequence[list[int]], continuation: int
     }
     del llm
     torch.cuda.empty_cache()
-    small = LLM(**options | {"max_num_batched_tokens": chunk}, batch_invariant=True, enforce_eager=True)
+    chunked: dict[str, Any] = options | {"max_num_batched_tokens": chunk, "batch_invariant": True, "enforce_eager": True}
+    small = LLM(**chunked)
     others[f"chunks of {chunk} mixed with decodes, eager"] = generate(small, prompts, params)
     others["after prefix hits"] = generate(small, prompts, params)
     return {name: sum(a == b for a, b in zip(together, result, strict=True)) for name, result in others.items()}

@@ -105,7 +105,7 @@ def build_arms(bench: MatrixBench) -> tuple[dict[str, Arm], dict[str, Any]]:
         notes["engines"]["invariant"] = fixed
         arms["invariant"] = lambda case, prompts: generate(fixed, case, prompts)
     if "hf" in bench.arms:
-        model = llm.engine.runner.model
+        model: Any = llm.engine.runner.model
         arms["hf"] = TransformersArm(model.config, model.weights, model.ops.unpack_gate_up)
     return arms, notes
 
@@ -205,7 +205,8 @@ def run(bench: MatrixBench) -> dict[str, Any]:
 def graph_use(llm: LLM) -> dict[str, Any]:
     """Steps by how they ran, and why some were not replayed."""
     runner = llm.engine.runner
-    misses = dict(runner.graphs.misses) if runner.graphs is not None else {}
+    graphs: Any = runner.graphs
+    misses = {} if graphs is None else dict(graphs.misses)
     return {"steps": runner.stats.steps, "replayed": runner.stats.graphs, "eager": runner.stats.eager, "misses": misses}
 
 

@@ -1,7 +1,7 @@
 """Tiled attention for Hopper with the work of a program divided by hand (Gluon): one warp loads tiles by TMA, two groups of
 four warps compute 64 query rows each; the scores of the next key tile and the product with the current values are in flight
-while the softmax runs. A program walks several neighbours of the tile list, so that the next tile's loads and the last one's
-store overlap with computing; which program starts next is the card's choice, so that uneven tiles do not pile up.
+while the softmax runs. Programs stay on their multiprocessor and walk the tile list, so that the next tile's loads and the
+last one's store overlap with computing. (Giving each program a few neighbouring tiles instead hung on an H200 on 2026-11-29.)
 
 Same tile list and key order as attention.tiled_attention_kernel, and with the same key tile the same bits."""
 
@@ -20,8 +20,6 @@ from lastrow.kernels.rows import QueryRows
 
 GROUP_ROWS = 64  # of one warpgroup_mma
 ROWS = 2 * GROUP_ROWS
-WAVES = 4
-MAX_BATCH = 8
 
 
 @gluon.jit
@@ -34,22 +32,16 @@ def key_tiles(first, last, BN: gl.constexpr, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(tiles_ptr, item, VALUE_PARTS: gl.constexpr):
-    tile = tiles_ptr + item // VALUE_PARTS * 5
-    return gl.load(tile), gl.load(tile + 1), gl.load(tile + 3), gl.load(tile + 4)
-
-
-@gluon.jit
 def load_tiles(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, tiles_ptr, table_ptr,
-    table_stride, begin_item, end_item, step_item,
+    table_stride, items,
     G: gl.constexpr, BLOCK_SIZE: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WINDOW: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp. `step` counts key tiles over all query tiles: stage and phase of their buffers."""
     step = 0
     done = 0
-    for item in range(begin_item, end_item, step_item):
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile = tiles_ptr + item // (D // DV) * 5
         v_col = item % (D // DV) * DV
         count = gl.load(tile + 1)
@@ -99,7 +91,7 @@ def softmax(s, m, total, n0, first, last, pos, cols, BN: gl.constexpr, WINDOW: g
 @gluon.jit
 def compute_tiles(
     w: gl.constexpr, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, out_ptr,
-    tiles_ptr, positions_ptr, begin_item, end_item, step_item,
+    tiles_ptr, positions_ptr, items,
     G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
@@ -115,16 +107,14 @@ def compute_tiles(
     zero = gl.zeros([64, BN], gl.float32, SL)
     step = 0
     done = 0
-    next_row, next_count, next_first, next_last = load_tile(tiles_ptr, begin_item, D // DV)
-    for item in range(begin_item, end_item, step_item):
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        tile = tiles_ptr + item // (D // DV) * 5
         v_col = item % (D // DV) * DV
-        q_row = next_row
-        count = next_count
-        first = next_first
-        last = next_last
-        # on its way while this tile is computed
-        next_row, next_count, next_first, next_last = load_tile(tiles_ptr, gl.minimum(item + step_item, end_item - 1), D // DV)
+        count = gl.load(tile + 1)
         if count > 0:
+            q_row = gl.load(tile)
+            first = gl.load(tile + 3)
+            last = gl.load(tile + 4)
             begin, end = key_tiles(first, last, BN, WINDOW)
             pos = gl.load(positions_ptr + q_row + gl.minimum(rows // G, count - 1))
             m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SL))
@@ -204,11 +194,11 @@ def store_part(o, smem, o_desc, row, col):
     tma.async_copy_shared_to_global(o_desc, [row, col], smem)
 
 
-@gluon.jit(do_not_specialize=["items", "batch"])
+@gluon.jit
 def ws_attention_kernel(
-    q_desc, k_desc, v_desc, o_desc, out_ptr, tiles_ptr, positions_ptr, table_ptr, table_stride, items, batch,
+    q_desc, k_desc, v_desc, o_desc, out_ptr, tiles_ptr, positions_ptr, table_ptr, table_stride, items,
     G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BN: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, PARTS: gl.constexpr, STRIDED: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, D], k_desc.layout)
@@ -230,35 +220,26 @@ def ws_attention_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
-    # batch tiles from a multiple of batch on, or with STRIDED every num_programs-th tile
-    begin_item = gl.program_id(0)
-    end_item = items
-    step_item = gl.num_programs(0)
-    if not STRIDED:
-        begin_item = gl.program_id(0) * batch
-        end_item = gl.minimum(begin_item + batch, items)
-        step_item = 1
     gl.warp_specialize([
         (compute_tiles, (0, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, out_ptr,
-                         tiles_ptr, positions_ptr, begin_item, end_item, step_item, G, BN, D, DV, WINDOW, STAGES, PARTS)),
+                         tiles_ptr, positions_ptr, items, G, BN, D, DV, WINDOW, STAGES, PARTS)),
         (compute_tiles, (1, q_smem, k_smem, v_smem, o_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, out_ptr,
-                         tiles_ptr, positions_ptr, begin_item, end_item, step_item, G, BN, D, DV, WINDOW, STAGES, PARTS)),
+                         tiles_ptr, positions_ptr, items, G, BN, D, DV, WINDOW, STAGES, PARTS)),
         (load_tiles, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, tiles_ptr,
-                      table_ptr, table_stride, begin_item, end_item, step_item, G, BLOCK_SIZE, BN, D, DV, WINDOW, STAGES)),
+                      table_ptr, table_stride, items, G, BLOCK_SIZE, BN, D, DV, WINDOW, STAGES)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class WsConfig:
-    """keys per step, value columns of a program, stages of the K and V buffers, parts of the output (see compute_tiles).
-    batch: tiles per program, None: as many as leave WAVES programs per multiprocessor, 0: one program per multiprocessor."""
+    """keys per step, value columns of a program, stages of the K and V buffers, parts of the output (see compute_tiles)."""
 
     keys: int
     value_columns: int
     stages: int = 2
     parts: int = 0
     registers: int = 240
-    batch: int | None = None
+    persistent: bool = True
 
 
 CONFIGS = {256: WsConfig(64, 256, parts=2), 512: WsConfig(32, 256)}
@@ -297,12 +278,10 @@ def triton(
 
     slots = kv.k.shape[0] * kv.block_size
     items = tiles.shape[0] * (d // c.value_columns)
-    programs = num_programs(q.device)
-    batch = max(1, min(items // (programs * WAVES), MAX_BATCH)) if c.batch is None else c.batch
-    ws_attention_kernel[(-(-items // batch) if batch else min(items, programs),)](
+    ws_attention_kernel[(min(items, num_programs(q.device)) if c.persistent else items,)](
         descriptor(q, n * heads, GROUP_ROWS, d), descriptor(kv.k, slots, c.keys, d), descriptor(kv.v, slots, c.keys, c.value_columns),
         descriptor(out, n * heads, GROUP_ROWS, c.value_columns // max(c.parts, 1)), out, tiles, rows.positions, block_table,
-        block_table.stride(0), items, batch, heads, d, c.value_columns, c.keys, kv.block_size, window, c.stages, c.parts, batch == 0,
-        c.registers, num_warps=4,
+        block_table.stride(0), items, heads, d, c.value_columns, c.keys, kv.block_size, window, c.stages, c.parts, c.registers,
+        num_warps=4,
     )  # fmt: skip
     return out

@@ -7,7 +7,19 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 
-from lastrow.kernels import add_norm, attention, centroid_head, decode_attention, embedding, geglu, head, ple_gate, ple_inputs, qkv_epilogue
+from lastrow.kernels import (
+    add_norm,
+    attention,
+    centroid_head,
+    decode_attention,
+    embedding,
+    geglu,
+    gemv,
+    head,
+    ple_gate,
+    ple_inputs,
+    qkv_epilogue,
+)
 
 
 class ReferenceOps:
@@ -53,6 +65,10 @@ class ReferenceOps:
     def decode_attention(self, *args, **kwargs):
         self.counts["decode_attention"] += 1
         return decode_attention.reference(*args, **kwargs)
+
+    def gemv(self, x, weight, **around):
+        self.counts["gemv"] += 1
+        return gemv.reference(x, weight, **around)
 
     def add_norm(self, h, x, post_weight, pre_weight, scalar, eps):
         self.counts["add_norm"] += 1

@@ -11,6 +11,7 @@ from lastrow.kernels._triton import jit, tl
 INT8_MAX = 127.0
 FP8_MAX = 448.0  # largest float8_e4m3fn
 SCALE_FLOOR = 1e-12  # keeps an all-zero head from dividing by zero; its values quantize to 0 and come back as 0
+SCALE_CEILING = 3e38  # the largest fp32 over 127, rounded, times 127 is infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     Non-finite inputs become 0, so that one bad activation cannot turn a shared block into NaN."""
     x = torch.nan_to_num(x.float(), nan=0.0, posinf=0.0, neginf=0.0)
     limit = INT8_MAX if dtype is torch.int8 else FP8_MAX
-    scale = x.abs().amax(-1).clamp_min(SCALE_FLOOR) / limit
+    scale = x.abs().amax(-1).clamp(SCALE_FLOOR, SCALE_CEILING) / limit
     scaled = (x / scale.unsqueeze(-1)).clamp(-limit, limit)
     return (scaled.round() if dtype is torch.int8 else scaled).to(dtype), scale
 
@@ -104,7 +105,7 @@ def store_heads(
     b = finite(b)
     if QUANT_MAX > 0:
         largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
-        scale = tl.div_rn(tl.maximum(largest, 1e-12), tl.full(largest.shape, QUANT_MAX, tl.float32))
+        scale = tl.div_rn(tl.minimum(tl.maximum(largest, 1e-12), 3e38), tl.full(largest.shape, QUANT_MAX, tl.float32))
         tl.store(scale_ptr + row, scale, mask=keep)
         a = quantized(a, scale, QUANT_MAX, dtype)
         b = quantized(b, scale, QUANT_MAX, dtype)

@@ -103,7 +103,7 @@ class TritonOps:
         self.counts["matmul_ws"] += 1
         return matmul_ws.triton(x, weight, geglu=geglu)
 
-    def deferred_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Deferred:
+    def deferred_linear(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
         """`linear` for another operation of this class to read. For few rows partial sums [splits, M, N] fp32 (split_linear.py),
         which add_norm, qkv_epilogue, ple_inputs and ple_gate add up on their way in; for many, with fold_epilogues, the operands:
         qkv_epilogue and ple_gate then run one kernel for both, the others multiply first."""

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from lastrow.kernels.add_norm import rms_norm
-from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kernels.head import softcap
+from lastrow.kernels.ops import Ops
 from lastrow.kernels.rope import rope_table
 from lastrow.kernels.rows import QueryRows
 from lastrow.kv.pool import KVPool, copy_tokens
@@ -30,7 +30,7 @@ FULL_GROUP, SLIDING_GROUP = 0, 1
 class Gemma4Model:
     """config, weights and one backend's operations. `max_positions`: length of the RoPE tables, in tokens."""
 
-    def __init__(self, config: Gemma4Config, weights: ModelWeights, ops: ReferenceOps, max_positions: int) -> None:
+    def __init__(self, config: Gemma4Config, weights: ModelWeights, ops: Ops, max_positions: int) -> None:
         self.config = config
         self.weights = weights
         self.ops = ops
@@ -51,9 +51,9 @@ class Gemma4Model:
         if batch.wanted is not None and self.is_single_row(batch.rows):
             return single_row.decode(self, batch, pool)
         x, h = self.self_decoder(batch, pool)
-        if batch.logits_indices is None:
-            return None
         take = batch.logits_indices
+        if take is None or batch.wanted is None:
+            return None
         return self.cross_decoder(x[take], h[take], batch.input_ids[take], batch.wanted, pool)
 
     def self_decoder(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,14 +97,13 @@ class Gemma4Model:
         if not self.config.has_ple or first == end:
             return None
         w, p = self.weights, self.config.hidden_size_per_layer_input
+        assert w.ple_model_projection is not None and w.ple_table is not None and w.ple_projection_norm is not None
         context = self.ops.deferred_linear(embedded, w.ple_model_projection[first * p : end * p])
         return self.ops.ple_inputs(
             context, ids, w.ple_table, w.ple_projection_norm, first, self.config.hidden_size, self.config.rms_norm_eps
         )
 
-    def attend(
-        self, i: int, h: torch.Tensor, rows: QueryRows, pool: KVPool, batch: ForwardBatch | None = None
-    ) -> torch.Tensor:
+    def attend(self, i: int, h: torch.Tensor, rows: QueryRows, pool: KVPool, batch: ForwardBatch | None = None) -> torch.Tensor:
         """Attention output of layer i on `rows`, [N, heads, d]. With `batch`, whose rows they are, the layer's K and V of every
         row are stored first; without it they are there already: the layer shares, or its K/V was written on its own."""
         c, w, group = self.config, self.weights.layers[i], self.group(i)
@@ -141,7 +140,7 @@ class Gemma4Model:
         x, h = ops.add_norm(ops.deferred_linear(o.flatten(1), w.o), x, w.post_attention_norm, w.pre_feedforward_norm, None, eps)
         act = ops.geglu(h, w.gate_up)
         mlp = ops.deferred_linear(act, w.down) if w.moe is None else self.mix_experts(w.moe, ops.linear(act, w.down), x)
-        if w.ple_gate is None:
+        if w.ple_gate is None or w.ple_projection is None or w.post_ple_norm is None or ple is None:
             return ops.add_norm(mlp, x, w.post_feedforward_norm, after, w.scalar, eps)
         x, _ = ops.add_norm(mlp, x, w.post_feedforward_norm, None, None, eps)
         gated = ops.ple_gate(ops.deferred_linear(x, w.ple_gate), ple, ple_index)

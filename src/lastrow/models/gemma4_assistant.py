@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lastrow.kernels.add_norm import rms_norm
-from lastrow.kernels.dispatch import ReferenceOps
+from lastrow.kernels.ops import Ops
 from lastrow.kernels.rows import QueryRows
 from lastrow.kv.pool import KVPool
 from lastrow.models.assistant_config import AssistantConfig
@@ -43,7 +43,7 @@ class Gemma4Assistant:
         self.config = config
         self.weights = weights
         self.target = target
-        self.ops: ReferenceOps = target.ops
+        self.ops: Ops = target.ops
         self.target_layers = config.target_layers(target.config)
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ halves (docs/benchmarks)."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,7 +42,7 @@ def run_layers(
     ple [1, n, P] of these layers. With `batch`, owners store the row's K/V; without it all K/V is there."""
     c, ops, eps = model.config, model.ops, model.config.rms_norm_eps
     first, y, w, i = next(iter(layers)), h, model.weights.layers[0], 0
-    front: dict[str, torch.Tensor | None] = {}
+    front = {}
     for i in layers:
         w, group, d = model.weights.layers[i], model.group(i), c.layer_head_dim(i)
         own = {}
@@ -56,14 +56,11 @@ def run_layers(
             qkv, rows, model.rope[c.is_full(i)], w.q_norm, d, eps, pool.reader(i), rows.block_tables[group], c.layer_window(i), **own
         )
         y, _ = ops.gemv(o.flatten(1), w.o)
-        y, x = ops.gemv(
-            y, w.gate_up, residual=x, post_weight=w.post_attention_norm, pre_weight=w.pre_feedforward_norm, geglu=True, eps=eps
-        )
+        y, x = ops.gemv(y, w.gate_up, residual=x, post_weight=w.post_attention_norm, pre_weight=w.pre_feedforward_norm, geglu=True, eps=eps)
         y, _ = ops.gemv(y, w.down)
-        front = {"post_weight": w.post_feedforward_norm, "scalar": w.scalar}
-        if w.ple_gate is not None and ple is not None:
+        front: dict[str, Any] = {"post_weight": w.post_feedforward_norm, "scalar": w.scalar}
+        if w.ple_gate is not None and w.ple_projection is not None and ple is not None:
             y, x = ops.gemv(y, w.ple_gate, residual=x, post_weight=w.post_feedforward_norm, ple=ple[0, i - first], eps=eps)
             y, _ = ops.gemv(y, w.ple_projection)
             front["post_weight"] = w.post_ple_norm
-    _, h = ops.add_norm(y, x, front["post_weight"], model.norm_after(i), front["scalar"], eps)
-    return h
+    return ops.add_norm(y, x, front["post_weight"], model.norm_after(i), front["scalar"], eps)[1]
