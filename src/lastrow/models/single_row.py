@@ -63,4 +63,5 @@ def run_layers(
             y, x = ops.gemv(y, w.ple_gate, residual=x, post_weight=w.post_feedforward_norm, ple=ple[0, i - first], eps=eps)
             y, _ = ops.gemv(y, w.ple_projection)
             front["post_weight"] = w.post_ple_norm
-    return ops.add_norm(y, x, front["post_weight"], model.norm_after(i), front["scalar"], eps)[1]
+    last: Any = front
+    return ops.add_norm(y, x, last["post_weight"], model.norm_after(i), last["scalar"], eps)[1]
