@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -39,11 +40,13 @@ class ChatRun:
         parser = plan.parser(self.state.tokenizer)
         return ChatChoice(index, parser, plan.stops, params.include_stop_str_in_output, params.min_tokens, plan.hidden_stop_ids)
 
-    async def steps(self) -> AsyncIterator[tuple[ChatChoice, Delta, wire.Output]]:
+    async def steps(self) -> AsyncGenerator[tuple[ChatChoice, Delta, wire.Output]]:
         """Every output with what it adds; ends when all choices have."""
         request = self.request
-        outputs = self.state.generate(self.plan.prompt_ids, self.plan.params, self.id, self.choices, request.priority, request.cache_salt)
-        try:
+        outputs = self.state.generate(
+            self.plan.prompt_ids, self.plan.params, self.id, self.choices, request.priority, request.cache_salt
+        )  # fmt: skip
+        async with aclosing(outputs):
             async for some in outputs:
                 for output in some:
                     choice = self.choices[output.index]
@@ -54,13 +57,12 @@ class ChatRun:
                     yield choice, choice.take(output), output
                 if all(choice.finished for choice in self.choices):
                     return
-        finally:
-            await outputs.aclose()
 
     # ------------------------------------------------------------------------------------------------ whole answers
     async def answer(self) -> dict[str, Any]:
-        async for _ in self.steps():
-            pass
+        async with aclosing(self.steps()) as steps:
+            async for _ in steps:
+                pass
         body = self._envelope("chat.completion", [self._whole(choice) for choice in self.choices])
         body["usage"] = self.usage()
         body["prompt_logprobs"] = self._prompt_logprobs()
@@ -112,21 +114,22 @@ class ChatRun:
         return count
 
     # ------------------------------------------------------------------------------------------------ streams
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         options = self.request.stream_options
         started: set[int] = set()
-        async for choice, delta, output in self.steps():
-            if choice.index not in started:
-                started.add(choice.index)
-                yield event(self._chunk(choice, {"role": "assistant", "content": ""}))
-            if choice.finished:
-                delta.content += choice.show_something(self.plan.include_reasoning)
-            change = self._change(delta)
-            if change or choice.finished or output.logprobs:
-                chunk = self._chunk(choice, change, output)
-                if options is not None and options.continuous_usage_stats:
-                    chunk["usage"] = self.usage()
-                yield event(self._with_timings(chunk) if choice.finished else chunk)
+        async with aclosing(self.steps()) as steps:
+            async for choice, delta, output in steps:
+                if choice.index not in started:
+                    started.add(choice.index)
+                    yield event(self._chunk(choice, {"role": "assistant", "content": ""}))
+                if choice.finished:
+                    delta.content += choice.show_something(self.plan.include_reasoning)
+                change = self._change(delta)
+                if change or choice.finished or output.logprobs:
+                    chunk = self._chunk(choice, change, output)
+                    if options is not None and options.continuous_usage_stats:
+                        chunk["usage"] = self.usage()
+                    yield event(self._with_timings(chunk) if choice.finished else chunk)
         if options is not None and options.include_usage:
             yield event(self._with_timings({**self._envelope("chat.completion.chunk", []), "usage": self.usage()}))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -43,7 +43,7 @@ class PromptRun:
             for i in range(params.n)
         ]  # fmt: skip
 
-    async def steps(self, request_id: str) -> AsyncIterator[tuple[TextChoice, str, wire.Output]]:
+    async def steps(self, request_id: str) -> AsyncGenerator[tuple[TextChoice, str, wire.Output]]:
         outputs = self.state.generate(
             self.prompt_ids, self.params, request_id, self.choices, self.request.priority, self.request.cache_salt
         )  # fmt: skip
@@ -60,8 +60,9 @@ class PromptRun:
                     return
 
     async def run(self, request_id: str) -> None:
-        async for _ in self.steps(request_id):
-            pass
+        async with aclosing(self.steps(request_id)) as steps:
+            async for _ in steps:
+                pass
 
     @property
     def prompt_text(self) -> str:
@@ -144,7 +145,7 @@ class CompletionRun:
         return {**made, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
     # ------------------------------------------------------------------------------------------------ streams
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._feed(prompt, i, queue)) for i, prompt in enumerate(self.prompts)]
         try:

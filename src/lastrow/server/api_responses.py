@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -105,8 +106,9 @@ class ResponsesRun:
         self._sequence = 0
 
     async def answer(self) -> dict[str, Any]:
-        async for _ in self.chat.steps():
-            pass
+        async with aclosing(self.chat.steps()) as steps:
+            async for _ in steps:
+                pass
         return self._response(self._items())
 
     def _items(self) -> list[dict[str, Any]]:
@@ -161,26 +163,27 @@ class ResponsesRun:
         self._sequence += 1
         return made
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         items = _ItemStream(self)
         started = False
         try:
-            async for choice, delta, output in self.chat.steps():
-                if not started:
-                    started = True
-                    yield self._event("response.created", response=self._response([], "in_progress"))
-                    yield self._event("response.in_progress", response=self._response([], "in_progress"))
-                if delta.reasoning and self.chat.plan.include_reasoning:
-                    yield items.reasoning(delta.reasoning)
-                if delta.content:
-                    entries = output.logprobs or [] if self.chat.request.logprobs else []
-                    yield items.content(delta.content, [self.chat._logprob(entry) for entry in entries])
-                for call in delta.tool_calls:
-                    yield items.call(call)
-                if choice.finished:
-                    if not items.done and not items.is_open:
-                        yield items.content("", [])
-                    yield items.close()
+            async with aclosing(self.chat.steps()) as steps:
+                async for choice, delta, output in steps:
+                    if not started:
+                        started = True
+                        yield self._event("response.created", response=self._response([], "in_progress"))
+                        yield self._event("response.in_progress", response=self._response([], "in_progress"))
+                    if delta.reasoning and self.chat.plan.include_reasoning:
+                        yield items.reasoning(delta.reasoning)
+                    if delta.content:
+                        entries = output.logprobs or [] if self.chat.request.logprobs else []
+                        yield items.content(delta.content, [self.chat._logprob(entry) for entry in entries])
+                    for call in delta.tool_calls:
+                        yield items.call(call)
+                    if choice.finished:
+                        if not items.done and not items.is_open:
+                            yield items.content("", [])
+                        yield items.close()
         except Exception as error:
             if not started:
                 raise

@@ -9,7 +9,7 @@ import itertools
 import logging
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -164,7 +164,7 @@ class AsyncEngine:
         """Requests that are not finished, waiting ones included."""
         return len(self._open)
 
-    async def generate(self, add: wire.Add, n: int = 1) -> AsyncIterator[list[wire.Output]]:
+    async def generate(self, add: wire.Add, n: int = 1) -> AsyncGenerator[list[wire.Output]]:
         """Outputs as they come, several at a time when the reader is slower than the engine. Leaving the iterator early ends the
         request. Raises RequestRejected or EngineDeadError."""
         if not self.is_ready:

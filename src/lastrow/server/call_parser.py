@@ -252,8 +252,8 @@ class CallParser:
         match = HEADER.fullmatch(self._take())
         if match is None:
             raise MalformedCall("no call:NAME before the brace")
-        self.name = match.group(1)
-        root = self._schemas.get(self.name) or {}
+        self.name = name = str(match.group(1))
+        root = self._schemas.get(name) or {}
         self._push(True, ValueSchema(root, root))
         return "{"
 

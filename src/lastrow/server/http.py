@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -65,7 +65,7 @@ class EventStream(Response):
 
     The iterator is closed, which aborts the request, when the client goes. An error later on is an event of its own."""
 
-    def __init__(self, events: AsyncIterator[bytes], end: bytes = b"data: [DONE]\n\n") -> None:
+    def __init__(self, events: AsyncGenerator[bytes], end: bytes = b"data: [DONE]\n\n") -> None:
         self._events = events
         self._end = end
         self.background = None
@@ -86,7 +86,7 @@ class EventStream(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
-        async with aclosing(self._events) as events:  # pyright: ignore[reportArgumentType]
+        async with aclosing(self._events) as events:
             try:
                 async for data in events:
                     if not started:

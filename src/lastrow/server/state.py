@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,7 +158,7 @@ class ServerState:
         choices: Sequence[Choice],
         priority: int | None = None,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[list[wire.Output]]:
+    ) -> AsyncGenerator[list[wire.Output]]:
         """Outputs of all n completions, which the reader puts into `choices`. Raises ApiError. Leaving early aborts."""
         self.num_active += 1
         began = time.monotonic()
