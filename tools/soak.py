@@ -142,7 +142,7 @@ async def soak(url: str, streams: int, seconds: float, seed: int = 0, pids: tupl
     report = Report()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=streams)
     deadline = time.monotonic() + seconds
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
         watch = asyncio.create_task(_watch_memory(report, pids))
         await asyncio.gather(*(Client(http, report, seed * 10_000 + i).run(deadline) for i in range(streams)))
         watch.cancel()

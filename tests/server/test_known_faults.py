@@ -88,6 +88,8 @@ def test_bad_words_index_error(server, items):
     first = complete(server, row)["text"].split()[0].strip(".,")
     for words in ([first], ["🙂", "\u0000", "a much longer phrase of several words", first]):
         assert first not in complete(server, row, bad_words=words)["text"]
+    only = complete(server, row, bad_words=["certain"], structured_outputs={"choice": ["certain"]})
+    assert only["text"] == "certain", "where the grammar allows one thing, that comes"
 
 
 def test_logit_bias_min_p_and_min_tokens_silently_ignored(server, items):
