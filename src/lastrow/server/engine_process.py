@@ -10,15 +10,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from lastrow.config import EngineConfig
 from lastrow.core.output import EngineCoreOutput, Logprob
 from lastrow.core.request import Request
+from lastrow.core.scheduler import Scheduler
 from lastrow.core.stats import cache_status
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.output_processor import RequestGroup
+from lastrow.models.config import ConfigError
 from lastrow.server import wire
 from lastrow.server.channel import Channel
 
@@ -218,6 +221,7 @@ def _build(config: EngineConfig) -> LLMEngine:
     from lastrow.engine.build import build_engine
 
     engine = build_engine(config)
+    fit_length_to_pool(engine.scheduler)
     engine.prepare_grammars()
     start = engine.tokenizer.bos_token_id if engine.tokenizer is not None else 0
     engine.add_request("warm-up", [start] * 8, SamplingParams(max_tokens=2, temperature=0.0))
@@ -225,3 +229,24 @@ def _build(config: EngineConfig) -> LLMEngine:
         engine.step()
     engine.scheduler.kv.reset_prefix_cache()
     return engine
+
+
+def fit_length_to_pool(scheduler: Scheduler) -> None:
+    """Lower max_model_len to what the K/V pool can hold, so that a request without max_tokens is never refused for its default."""
+    blocks, pools, config = scheduler.kv.config, scheduler.kv.pools, scheduler.config
+
+    def fits(length: int) -> bool:
+        # The last token's K/V is never needed.
+        need = blocks.blocks_needed(length - 1, config.enable_chunked_prefill)
+        return all(count <= pool.num_usable_blocks for count, pool in zip(need, pools, strict=True))
+
+    if fits(config.max_model_len):
+        return
+    low, high = 1, config.max_model_len
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low < 2:
+        raise ConfigError("the K/V pool holds no request of two tokens: give it more memory (--kv-cache-memory-bytes)")
+    logger.warning("max_model_len is %d in place of %d: the K/V pool holds no longer request", low, config.max_model_len)
+    scheduler.config = replace(config, max_model_len=low)
