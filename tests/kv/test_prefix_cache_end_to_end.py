@@ -22,6 +22,7 @@ from lastrow.engine.llm import LLM
 
 WINDOW, BLOCK = 16, 4
 SALTS = (None, None, None, None, "tenant a", "tenant b")
+MOTIF = [301, 302, 303, 304]
 POOL = 40 * BLOCK * 1536  # 36 sliding blocks and 46 full ones in fp32, at 1,536 bytes a token
 
 
@@ -65,9 +66,10 @@ class Prompts:
     def next(self) -> list[int]:
         start = self.rng.choice(self.trunks if self.rng.random() < 0.5 else self.texts[-5:])
         keep = len(start) if self.rng.random() < 0.7 else self.rng.randint(1, len(start))
-        if self.rng.random() < 0.2:
-            keep = keep // BLOCK * BLOCK or keep  # end on a block's border
-        text = start[: min(keep, 80)] + [self.rng.randrange(256, 4096) for _ in range(self.rng.choice((0, 1, 3, 9)))]
+        text = start[: min(keep, 80)]
+        if self.rng.random() < 0.3:  # the same blocks behind different beginnings
+            text = text[: len(text) // BLOCK * BLOCK or len(text)] + MOTIF * self.rng.choice((1, 2, 5))
+        text = text + [self.rng.randrange(256, 4096) for _ in range(self.rng.choice((0, 1, 3, 9)))]
         self.texts.append(text)
         return list(text)
 
