@@ -183,6 +183,13 @@ def test_an_impatient_second_signal_ends_server_and_engine(tmp_path):
     assert not os.path.exists(f"/proc/{engine}")
 
 
+def test_an_engine_that_cannot_start_says_why_in_one_line_and_ends_the_server(tmp_path):
+    server = ServerProcess(tmp_path, "--max-model-len", "100000")
+    assert server.process.wait(60) == 1
+    log = server.log.read_text()
+    assert "the model was made for 4096 positions" in log and "Traceback" not in log
+
+
 def test_a_mistake_on_the_command_line_is_one_line(tmp_path):
     process = ServerProcess(tmp_path, "--default-chat-template-kwargs", "[1]")
     assert process.process.wait(60) == 2

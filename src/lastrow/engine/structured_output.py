@@ -116,7 +116,10 @@ class GrammarBackend:
     """Compiles grammars for one tokenizer. vocab_size: columns of the logits (at least the tokenizer's)."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
-        from llguidance import LLTokenizer
+        try:
+            from llguidance import LLTokenizer
+        except ModuleNotFoundError:
+            raise SchemaError("structured outputs need llguidance: pip install 'lastrow[server]'") from None
 
         self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size)
         self.eos_token_ids = sorted(tokenizer.eos_token_ids)

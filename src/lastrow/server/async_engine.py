@@ -92,7 +92,7 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         """End the process; open requests get an error."""
-        if self._process is None:
+        if self._process is None or self.death is not None:
             return
         self._stopping = True
         if self._process.is_alive():

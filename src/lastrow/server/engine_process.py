@@ -201,7 +201,13 @@ def main(config: EngineConfig, connection: Connection, log_level: int) -> None:
     channel = Channel(connection)
     code = 0
     try:
-        loop = EngineLoop(_build(config), channel)
+        try:
+            engine = _build(config)
+        except (ValueError, OSError) as error:  # a wrong option or checkpoint: the message says all
+            channel.send(wire.encode(wire.Failed(str(error))))
+            channel.close(timeout=0.5)
+            sys.exit(1)
+        loop = EngineLoop(engine, channel)
         loop.announce()
         loop.run()
     except EOFError:

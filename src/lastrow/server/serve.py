@@ -76,7 +76,7 @@ def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int
 
     def leave() -> None:
         nonlocal died
-        died = server.should_exit = server.force_exit = True
+        died = server.should_exit = True
 
     app = create_app(state, leave)
     server = Server(
