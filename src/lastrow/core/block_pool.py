@@ -46,10 +46,13 @@ class BlockPool:
         num_free_blocks: asking for more raises RuntimeError and changes nothing."""
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks asked of a pool with {len(self._free)} free ones")
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        take, refs = self._free.popitem, self.ref_counts
+        blocks = [take(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self._forget(block)
-            self.ref_counts[block] = 1
+            refs[block] = 1
+        if self._hash_of:
+            for block in blocks:
+                self._forget(block)
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
@@ -64,16 +67,18 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """One reference less for each block (the null block is passed over). Of the blocks that become free, the first of
         the iterable is evicted first: pass a request's blocks in reverse, so that its beginning stays longest."""
+        refs, free, hashes = self.ref_counts, self._free, self._hash_of
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
-            if self.ref_counts[block] <= 0:
+            left = refs[block] - 1
+            if left < 0:
                 raise RuntimeError(f"block {block} is released more often than it was taken")
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                self._free[block] = None
-                if block not in self._hash_of:
-                    self._free.move_to_end(block, last=False)
+            refs[block] = left
+            if left == 0:
+                free[block] = None
+                if block not in hashes:
+                    free.move_to_end(block, last=False)
 
     def lookup(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from lastrow.config import EngineConfig
 from lastrow.core.output import RequestOutput
@@ -22,14 +24,17 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 
 
-LAUNCH_TOKENS = 16384  # a first step of this size pays for its own pass behind the cut
+LAUNCH_TOKENS, LAUNCH_PROMPTS = 2048, 32
+"""A first step this long runs for as long as this many further prompts take to prepare (5 ms on an H200 and its host), which pays
+for its own pass behind the cut."""
 
 
 class LLM:
     """A model ready to generate.
 
     model: a folder, a hub id, or `tiny-e`. options: fields of `lastrow.config.EngineConfig`. A request ends at the model's stop
-    ids: those of generation_config and 1, 106, 50. Raises ConfigError, TokenizerError or WeightsError with the reason."""
+    ids: those of generation_config and 1, 106, 50. Streams and other calls may take turns; threads may not.
+    Raises ConfigError, TokenizerError or WeightsError with the reason."""
 
     def __init__(self, model: str = "tiny-e", **options: Any) -> None:
         try:
@@ -55,7 +60,7 @@ class LLM:
         bring a "cache_salt": only prompts with the same one share cached K/V.
         sampling_params: one for all or one per prompt; None: `get_default_sampling_params()`. use_tqdm: show progress on a
         terminal. Raises ValueError naming the prompt that cannot be run; then none is."""
-        items = [prompts] if _is_prompt(prompts) else list(prompts)
+        items = [prompts] if _is_prompt(prompts) or not isinstance(prompts, Iterable) else list(prompts)
         params = self._params(sampling_params, len(items))
         order = [0] * len(items) if priority is None else list(priority)
         if len(order) != len(items):
@@ -63,15 +68,15 @@ class LLM:
         ids: list[str] = []
         try:
             texts = [self._tokens(item) for item in items]
-            left, waiting = sum(len(tokens) for _, tokens in texts), 0
-            for item, (text, tokens), p, rank in zip(items, texts, params, order, strict=True):
+            waiting = 0
+            for i, (item, (text, tokens), p, rank) in enumerate(zip(items, texts, params, order, strict=True)):
                 request_id = str(next(self._ids))
                 self.engine.add_request(request_id, tokens, p, prompt=text, priority=rank, cache_salt=_salt(item))
                 ids.append(request_id)
-                left, waiting = left - len(tokens), waiting + len(tokens)
-                if waiting >= LAUNCH_TOKENS and left >= 2 * LAUNCH_TOKENS:
+                waiting += len(tokens)
+                if waiting >= LAUNCH_TOKENS and len(items) - i > LAUNCH_PROMPTS:
                     self.engine.launch_ahead()  # the card starts while the other prompts are being prepared
-            finished = self._run(len(ids))
+            finished = self._run(ids)
             done = {out.request_id: out for out in (track(finished, "generating", total=len(ids)) if use_tqdm else finished)}
         except BaseException:
             self.engine.abort(ids)
@@ -115,7 +120,9 @@ class LLM:
         request_id = str(next(self._ids))
         params = self._params(sampling_params, 1)[0]
         self.engine.add_request(request_id, tokens, params, prompt=text, stream=True, cache_salt=_salt(prompt))
-        return self._follow(request_id)
+        outputs = self._follow(request_id)
+        next(outputs)
+        return outputs
 
     # ------------------------------------------------------------------------------------------------------ prefill only
     def decide(self, state: Any, questions: Any, *, use_tqdm: bool = True, output: str | Path | None = None, **options: Any) -> Any:
@@ -168,18 +175,22 @@ class LLM:
         return Decider(self.engine)
 
     def _follow(self, request_id: str) -> Iterator[RequestOutput]:
+        """The outputs of one request, behind a None that starts the generator: dropping it then ends the request in any case."""
         try:
-            while request_id in self.engine.outputs.groups:
-                yield from (out for out in self.engine.step() if out.request_id == request_id)
+            yield cast("RequestOutput", None)
+            while self.engine.is_open(request_id):
+                yield from self.engine.step_for({request_id})
         finally:
             self.engine.abort(request_id)
 
-    def _run(self, count: int) -> Iterator[RequestOutput]:
-        while count:
-            for output in self.engine.step():
-                if output.finished:
-                    count -= 1
-                    yield output
+    def _run(self, ids: Iterable[str]) -> Iterator[RequestOutput]:
+        left = set(ids)
+        while left:
+            finished = [output for output in self.engine.step_for(left) if output.finished]
+            left.difference_update(output.request_id for output in finished)
+            yield from finished
+            if left and not (finished or self.engine.has_unfinished_requests):
+                raise RuntimeError(f"{len(left)} requests were ended from outside this call, by shutdown() or another thread")
 
     # ------------------------------------------------------------------------------------------------------ around it
     def get_tokenizer(self) -> Tokenizer:
@@ -227,12 +238,12 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self.get_tokenizer().encode(prompt)
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
+            if isinstance(prompt.get("prompt_token_ids"), Sequence | np.ndarray):
                 return prompt.get("prompt"), prompt["prompt_token_ids"]
             if isinstance(prompt.get("prompt"), str):
                 return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"])
-            raise ValueError(f"a prompt has the keys {sorted(prompt)}: 'prompt_token_ids' or 'prompt' is needed")
-        if isinstance(prompt, Sequence):
+            raise ValueError(f"a prompt is {prompt!r}: {{'prompt_token_ids': [...]}} or {{'prompt': text}} is needed")
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return None, prompt
         raise ValueError(f"a prompt is a {type(prompt).__name__}: a text, a list of token ids or {{'prompt_token_ids': [...]}} is needed")
 
@@ -241,6 +252,8 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * count
+        if isinstance(params, Mapping) or not all(isinstance(item, SamplingParams) for item in params):
+            raise ValueError(f"sampling_params is {params!r}: a SamplingParams or a list of them is needed")
         if len(params) != count:
             raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one per prompt")
         return list(params)

@@ -54,6 +54,8 @@ class Gemma4Model:
         take = batch.logits_indices
         if take is None or batch.wanted is None:
             return None
+        if take.shape[0] == x.shape[0]:  # ascending and as many as there are: every row
+            return self.cross_decoder(x, h, batch.input_ids, batch.wanted, pool)
         return self.cross_decoder(x[take], h[take], batch.input_ids[take], batch.wanted, pool)
 
     def self_decoder(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
