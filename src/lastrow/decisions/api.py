@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +23,7 @@ from lastrow.progress import track
 from lastrow.tokenizer import Tokenizer
 
 T = TypeVar("T")
+TOKENIZER_THREADS, TOKENIZE_AHEAD = 4, 32  # cores that tokenize, and states that may be ready before the engine has room for them
 RANK_GROUP = 64  # documents that one job holds; more come as the engine has room
 
 
@@ -61,8 +64,24 @@ class Decider:
 
     def decide(self, states: Iterable[Any], questions: QuestionSet) -> Iterator[DecisionOutput]:
         """One output per state, in order; a state that cannot be asked about has its error there."""
-        results = JobDriver(self.engine).run(_decide_job(questions, i, state) for i, state in enumerate(states))
+        jobs = (_decide_job(questions, i, *pair) for i, pair in enumerate(self._encoded(states)))
+        results = JobDriver(self.engine).run(jobs)
         return (DecisionOutput(i, error=str(r)) if isinstance(r, ValueError) else r for i, r in enumerate(results))
+
+    def _encoded(self, states: Iterable[Any]) -> Iterator[tuple[str | ValueError, Future[list[int]] | None]]:
+        """Each state's text and its tokens, which other cores make ahead (the tokenizer holds no lock of Python's)."""
+        texts = (_state_text(state) for state in states)
+        first = list(itertools.islice(texts, 2))
+        if len(first) < 2:
+            yield from ((text, None) for text in first)
+            return
+        with ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize") as pool:
+            ahead: deque[tuple[str | ValueError, Future[list[int]] | None]] = deque()
+            for text in itertools.chain(first, texts):
+                ahead.append((text, pool.submit(self.splicer.encode, text.strip()) if isinstance(text, str) else None))
+                if len(ahead) > TOKENIZE_AHEAD:
+                    yield ahead.popleft()
+            yield from ahead
 
     # -------------------------------------------------------------------------------------------------- scores
     def score(self, prompts: Iterable[tuple[Any, Any]]) -> Iterator[ScoreOutput]:
@@ -85,6 +104,8 @@ class Decider:
         context, continuation = pair
         bos = self.tokenizer.bos_token_id
         if not isinstance(context, str) or not isinstance(continuation, str):
+            if isinstance(context, str) or isinstance(continuation, str):
+                raise DecisionError("context and continuation must both be texts, or both token ids")
             return list(context), list(continuation)
         kept = context.rstrip()
         continuation = context[len(kept) :] + continuation
@@ -118,10 +139,21 @@ def _groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield group
 
 
-def _decide_job(questions: QuestionSet, index: int, state: Any) -> Generator[Any, Any, DecisionOutput]:
+def _state_text(state: Any) -> str | ValueError:
     if isinstance(state, ValueError):  # a row that could not be read
-        raise state
-    return (yield from questions.job(index, content_text(state, "state")))
+        return state
+    try:
+        return content_text(state, "state")
+    except DecisionError as error:
+        return error
+
+
+def _decide_job(
+    questions: QuestionSet, index: int, text: str | ValueError, ids: Future[list[int]] | None
+) -> Generator[Any, Any, DecisionOutput]:
+    if isinstance(text, ValueError):
+        raise text
+    return (yield from questions.job(index, text, None if ids is None else ids.result()))
 
 
 def _score_job(splicer: Splicer, index: int, pair: Any, limit: int) -> Generator[Any, Any, ScoreOutput]:

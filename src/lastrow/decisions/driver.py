@@ -26,7 +26,7 @@ class _Open(Generic[T]):
 
 
 class JobDriver:
-    """One engine. Not for use while something else steps that engine: its outputs would be lost."""
+    """One engine, whose other readers use step_for, too."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
@@ -52,7 +52,7 @@ class JobDriver:
                     yield done.pop(next_place)
                     next_place += 1
                 if self._jobs:
-                    for output in self.engine.step():
+                    for output in self.engine.step_for(self._jobs):
                         self._take(output, done)
         finally:
             self.engine.abort(list(self._jobs))

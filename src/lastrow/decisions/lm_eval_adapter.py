@@ -6,6 +6,7 @@ look. A window of N tokens scores N - 1 of them: lm-eval's `hf` with max_length=
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ class LastrowLM(LM):
         """The whole text behind <bos>, in windows that do not overlap in what they score, each with as much context as fits."""
         windows = [list(self._windows(request.args[0])) for request in requests]
         logs: Iterator[Any] = iter(self.llm.loglikelihood(pair for some in windows for pair in some))
-        results = [sum(next(logs).logprob for _ in some) for some in windows]
+        results = [math.fsum(next(logs).logprob for _ in some) for some in windows]
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
         return results

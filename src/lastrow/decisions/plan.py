@@ -144,6 +144,7 @@ class QuestionSet:
         self._splicer, self._writer, self._truncate = splicer, writer, truncate
         self._limit, self._mass, self._diagnostics = max_model_len, label_mass or diagnostics, diagnostics
         self._bos = [splicer.tokenizer.bos_token_id]
+        self._before: dict[str, list[int]] = {}
         self._asked = [
             self._ask(q, instructions, f"questions[{i}]" if q.name is None else f"question {q.name!r}") for i, q in enumerate(questions)
         ]
@@ -157,12 +158,12 @@ class QuestionSet:
         return _Asked(question, where, parts, after, end)
 
     # ------------------------------------------------------------------------------------------------------ one state
-    def plan(self, state: str) -> StatePlan:
-        """Raises DecisionError for a state that is empty or does not fit."""
+    def plan(self, state: str, ids: list[int] | None = None) -> StatePlan:
+        """ids: tokens of the stripped state, where somebody has them. Raises DecisionError for a state that is empty or does not fit."""
         state = state.strip()
         if not state:
             raise DecisionError("the state is empty: a text is needed")
-        prompts, truncated = self._prompts(state), False
+        prompts, truncated = self._prompts(state, ids), False
         over = self._excess(prompts)
         if over > 0:
             if self._truncate is None:
@@ -176,15 +177,17 @@ class QuestionSet:
         places = [label_units(units, p.root, p.trie, self._mass, parent, fork_at, self._label_ids) for p in prompts]
         return StatePlan(prompts, units, places, truncated)
 
-    def _prompts(self, state: str) -> list[_Prompt]:
+    def _prompts(self, state: str, ids: list[int] | None = None) -> list[_Prompt]:
         join, encode = self._splicer.join, self._splicer.encode
-        ids = encode(state)
+        ids = encode(state) if ids is None else ids
         heads: dict[str, list[int]] = {}
         prompts: list[_Prompt] = []
         for asked in self._asked:
             before = asked.parts.before
             if before not in heads:
-                heads[before] = join(before, encode(before), state, ids)
+                if before not in self._before:
+                    self._before[before] = encode(before)
+                heads[before] = join(before, self._before[before], state, ids)
             prompts.append(self._prompt(asked, before + state, heads[before]))
         return prompts
 
@@ -230,19 +233,17 @@ class QuestionSet:
             return None, 0
         first = prompts[0].root
         shared = min(len(p.root) for p in prompts) - 1
-        guess = shared
         for p in prompts[1:]:
-            shared = min(shared, common_prefix(first, p.root, guess))
-            guess = shared
+            shared = min(shared, common_prefix(first, p.root))
         if shared < MIN_SHARED:
             return None, 0
         units.append(Unit(first[:shared], LABELS, (), ()))
         return len(units) - 1, shared
 
     # ------------------------------------------------------------------------------------------------------ jobs
-    def job(self, index: int, state: str) -> Job[DecisionOutput]:
-        """Asks every question about one state."""
-        plan = self.plan(state)
+    def job(self, index: int, state: str, ids: list[int] | None = None) -> Job[DecisionOutput]:
+        """Asks every question about one state; ids as in `plan`."""
+        plan = self.plan(state, ids)
         reads = yield plan.units
         scores = plan.scores(reads)
         output = DecisionOutput(index, truncated=plan.truncated)

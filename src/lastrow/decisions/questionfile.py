@@ -17,9 +17,8 @@ def read_question_file(path: Path, known: Sequence[str]) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DecisionError(f"--questions {path}: not readable ({error})") from None
-    value = _parse(path, text)
-    if isinstance(value, list):
-        value = {"questions": value}
+    parsed = _parse(path, text)
+    value: Any = {"questions": parsed} if isinstance(parsed, list) else parsed
     if not isinstance(value, dict) or "questions" not in value:
         raise DecisionError(f"--questions {path}: a list of questions, or a mapping with the key questions, is needed")
     if unknown := [key for key in value if key not in known]:

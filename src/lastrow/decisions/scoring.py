@@ -39,8 +39,8 @@ class ScoreOutput:
 
     @classmethod
     def from_dict(cls, index: int, data: Mapping[str, Any]) -> ScoreOutput:
-        names = ("choices", "logprobs", "probabilities", "num_tokens")
-        return cls(index, *([*data.get(name, ())] for name in names), data.get("error"))
+        choices, logprobs, probabilities, tokens = (list(data.get(n, ())) for n in ("choices", "logprobs", "probabilities", "num_tokens"))
+        return cls(index, choices, logprobs, probabilities, tokens, data.get("error"))
 
     def to_dict(self) -> dict[str, Any]:
         if self.error is not None:

@@ -52,9 +52,12 @@ class Splicer:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], known: int = 0) -> int:
-    """How many first tokens two lists share. known: a guess, which is checked at once."""
+    """How many first tokens two lists share. known: a guess at or under it; a good one saves the search."""
     length = min(len(a), len(b))
     at = known if known <= length and a[:known] == b[:known] else 0
     while at < length and a[at] == b[at]:
-        at += 1
+        step = 1
+        while at + step <= length and a[at : at + step] == b[at : at + step]:
+            at += step
+            step *= 2
     return at
