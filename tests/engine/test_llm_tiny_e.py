@@ -153,6 +153,48 @@ def test_closing_a_stream_aborts_its_request(llm: LLM, by_task: dict[str, list[d
     assert all(pool.usage == 0 for pool in llm.engine.scheduler.kv.pools)
 
 
+def test_streams_and_calls_that_take_turns_each_get_all_of_theirs(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=10)
+    texts = ["In the beginning", "And God said", "The king"]
+    alone = [output.outputs[0].text for output in llm.generate(texts, params, use_tqdm=False)]
+    first, second = llm.stream(texts[0], params), llm.stream(texts[1], params)
+    parts = [[next(first)], [next(second)]]  # the second's steps bring outputs of the first, and the other way round
+    (decision,) = llm.decide(
+        ["I want my money back."], {"refund": {"type": "predicate", "instructions": "Is it about a refund?"}}, use_tqdm=False
+    )
+    (called,) = llm.generate(texts[2], replace(params, max_tokens=12), use_tqdm=False)  # by its end both streams have ended, too
+    for stream, seen in zip((first, second), parts, strict=True):
+        seen += list(stream)
+    assert decision.error is None and called.outputs[0].text.startswith(alone[2])
+    assert [seen[-1].finished for seen in parts] == [True, True]
+    assert [seen[-1].outputs[0].text for seen in parts] == alone[:2]
+    assert not llm.engine.has_unfinished_requests
+
+
+def test_a_stream_that_nobody_reads_ends_with_its_iterator(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30)
+    unread = llm.stream("In the beginning", params)
+    assert llm.engine.has_unfinished_requests
+    del unread
+    assert not llm.engine.has_unfinished_requests
+    kept = llm.stream("In the beginning", params)
+    llm.generate("And God said", replace(params, max_tokens=40), use_tqdm=False)  # the stream's end waits for its reader
+    kept.close()
+    assert not llm.engine.is_open(str(0)) and not llm.engine.outputs.groups and list(kept) == []
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [None], [b"text"], {"prompt": None}, {"prompt_token_ids": None}])
+def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValueError, match=r"^a prompt is .* is needed$"):
+        llm.generate(prompts, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, [None]])
+def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(ValueError, match=r"a SamplingParams or a list of them is needed"):
+        llm.generate(["a"], params, use_tqdm=False)
+
+
 def test_text_prompts_get_one_bos_and_the_defaults_of_the_checkpoint(llm: LLM) -> None:
     defaults = llm.get_default_sampling_params()
     assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.max_tokens) == (1.0, 64, 0.95, 16)
@@ -175,7 +217,7 @@ def test_a_failed_call_leaves_nothing_behind(llm: LLM) -> None:
         llm.generate([[3, 4], {"prompt_token_ids": []}], SamplingParams(max_tokens=2), use_tqdm=False)
     with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
         llm.generate([[3], [4]], [SamplingParams()], use_tqdm=False)
-    with pytest.raises(ValueError, match="'prompt_token_ids' or 'prompt' is needed"):
+    with pytest.raises(ValueError, match=r"'prompt': text} is needed"):
         llm.generate({"text": "x"}, use_tqdm=False)
     with pytest.raises(TokenizerError):
         llm.chat([], use_tqdm=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +65,7 @@ class LLMEngine:
         self._seed = seed
         self._num_requests = 0
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._kept: dict[str, RequestOutput] = {}
         self._idle_steps = 0
         self._grammars: GrammarBackend | None = None
 
@@ -191,6 +192,7 @@ class LLMEngine:
         """End requests in any state and give their blocks back. Returns their last outputs; unknown ids are ignored."""
         last = []
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            self._kept.pop(request_id, None)
             members, output = self.outputs.abort(request_id)
             self.scheduler.abort_requests(members)
             self._forget_grammars(members)
@@ -242,6 +244,23 @@ class LLMEngine:
         while len(self._in_flight) > keep:
             outputs += self._read_oldest()
         return outputs
+
+    def step_for(self, mine: Set[str] | Mapping[str, object]) -> list[RequestOutput]:
+        """`step` for one of several readers that take turns: outputs of the requests in `mine`, first those that another reader's
+        steps brought. Of a request that streams, only the newest output is kept for its reader."""
+        if ready := [request_id for request_id in self._kept if request_id in mine]:
+            return [self._kept.pop(request_id) for request_id in ready]
+        outputs: list[RequestOutput] = []
+        for output in self.step():
+            if output.request_id in mine:
+                outputs.append(output)
+            else:
+                self._kept[output.request_id] = output
+        return outputs
+
+    def is_open(self, request_id: str) -> bool:
+        """True while a request runs or its last output waits for its reader's `step_for`."""
+        return request_id in self.outputs.groups or request_id in self._kept
 
     @property
     def _steps_in_flight(self) -> int:
