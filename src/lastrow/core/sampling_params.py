@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from numbers import Integral, Real
+from operator import attrgetter
+from typing import Any, cast
 
 MAX_LOGPROBS = 128
 
@@ -47,9 +49,10 @@ class SamplingParams:
     structured_outputs: Any = field(default=None)
 
     def __post_init__(self) -> None:
+        _check_types(self)
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        self.bad_words = list(self.bad_words or [])
+        self.stop_token_ids = [] if self.stop_token_ids is None else list(self.stop_token_ids)
+        self.bad_words = [self.bad_words] if isinstance(self.bad_words, str) else list(self.bad_words or [])
         self.logit_bias = {int(k): float(v) for k, v in (self.logit_bias or {}).items()}
         self.top_k = 0 if self.top_k in (-1, 0) else self.top_k
         self._check()
@@ -60,13 +63,13 @@ class SamplingParams:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: {right}")
 
         need(self.n >= 1, "n", "at least 1 is needed")
-        need(0.0 <= self.temperature <= 100.0, "temperature", "0 (greedy) or a positive number is needed")
+        need(0.0 <= self.temperature <= 100.0, "temperature", "0 (greedy) or a positive number up to 100 is needed")
         need(0.0 < self.top_p <= 1.0, "top_p", "a number in (0, 1] is needed")
         need(self.top_k >= 0, "top_k", "0 or -1 (off) or a positive integer is needed")
         need(0.0 <= self.min_p <= 1.0, "min_p", "a number in [0, 1] is needed")
         need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "a number in [-2, 2] is needed")
         need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "a number in [-2, 2] is needed")
-        need(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "a positive number is needed")
+        need(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "a positive number up to 100 is needed")
         need(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "an integer of at most 64 bits is needed")
         need(self.min_tokens >= 0, "min_tokens", "0 or more is needed")
         need(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "None or at least 0 is needed")
@@ -80,6 +83,7 @@ class SamplingParams:
             value = getattr(self, name)
             need(value is None or -1 <= value <= MAX_LOGPROBS, name, f"None, -1 (all) or 0 to {MAX_LOGPROBS} is needed")
         need(all(s for s in self.stop or ()), "stop", "an empty stop string would end every output at once")
+        need(all(s for s in self.bad_words or ()), "bad_words", "an empty word cannot be kept out")
         need(all(-100.0 <= v <= 100.0 for v in (self.logit_bias or {}).values()), "logit_bias", "values in [-100, 100] are needed")
         need(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "an empty list allows nothing")
         need(
@@ -98,3 +102,49 @@ class SamplingParams:
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.bad_words or self.structured_outputs
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and value is not True and value is not False
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and value is not True and value is not False
+
+
+def _is_id_list(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping) and all(map(_is_integer, cast("Any", value)))
+
+
+def _is_text_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(item, str) for item in cast("Any", value))
+
+
+def _is_bias(value: Any) -> bool:
+    """JSON brings the ids as texts."""
+    if not isinstance(value, Mapping):
+        return False
+    entries = cast("Mapping[Any, Any]", value).items()
+    return all((_is_integer(k) or (isinstance(k, str) and k.isdecimal())) and _is_number(v) for k, v in entries)
+
+
+_NONE = type(None)
+# names, types taken at a glance, what else is taken (numpy's numbers, for instance), in words
+_KINDS: tuple[tuple[str, tuple[type, ...], Callable[[Any], bool], str], ...] = (
+    ("temperature top_p min_p presence_penalty frequency_penalty repetition_penalty", (float, int), _is_number, "a number"),
+    ("n top_k min_tokens", (int,), _is_integer, "an integer"),
+    ("seed max_tokens logprobs prompt_logprobs", (_NONE, int), _is_integer, "None or an integer"),
+    ("stop_token_ids allowed_token_ids logprob_token_ids", (_NONE,), _is_id_list, "a list of token ids"),
+    ("stop bad_words", (_NONE, str), _is_text_list, "a list of texts"),
+    ("ignore_eos include_stop_str_in_output skip_special_tokens", (bool,), lambda value: False, "True or False"),
+    ("logit_bias", (_NONE,), _is_bias, "a mapping from token ids to numbers"),
+)
+_TYPES = [(name, types, fits, right) for names, types, fits, right in _KINDS for name in names.split()]
+_VALUES: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*(name for name, *_ in _TYPES))
+
+
+def _check_types(params: SamplingParams) -> None:
+    """Raises ValueError for a field that holds something of another kind. In front of every request: so most take one look."""
+    for value, (name, types, fits, right) in zip(_VALUES(params), _TYPES, strict=True):
+        if type(value) not in types and not fits(value):
+            raise ValueError(f"{name} is {value!r}: {right} is needed")
