@@ -98,10 +98,12 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One question about one state: tokens up to where the labels begin, and the labels."""
+    """One question about one state: tokens up to where the labels begin, and the labels. num_head: tokens before the question's own,
+    where those are what they are behind any state; else 0."""
 
     root: list[int]
     trie: LabelTrie
+    num_head: int = 0
 
 
 @dataclass(slots=True)
@@ -148,6 +150,9 @@ class QuestionSet:
         self._asked = [
             self._ask(q, instructions, f"questions[{i}]" if q.name is None else f"question {q.name!r}") for i, q in enumerate(questions)
         ]
+        same = len({asked.parts.before for asked in self._asked}) == 1
+        # tokens that all questions begin with, behind a state that stands before all of them alike
+        self._common_after = min(common_prefix(self._asked[0].after, asked.after) for asked in self._asked) if same else None
         short = {i for a in self._asked if not a.end.trie.needs_normalizer for i in a.end.trie.paths[0].label_ids}
         self._label_ids = tuple(sorted(short)) if len(short) <= SHARED_LABELS else None
 
@@ -194,6 +199,8 @@ class QuestionSet:
     def _prompt(self, asked: _Asked, head: str, head_ids: list[int]) -> _Prompt:
         whole = self._splicer.join(head, head_ids, asked.parts.after, asked.after)
         end, cut = asked.end, len(asked.after) - asked.end.num_root
+        if len(whole) == len(head_ids) + len(asked.after) and whole[len(head_ids) :] == asked.after:
+            return _Prompt([*self._bos, *whole[: len(whole) - cut]], end.trie, 1 + len(head_ids))
         if whole[-cut - 1 :] == asked.after[-cut - 1 :]:
             return _Prompt(self._bos + whole[: len(whole) - cut], end.trie)
         # The state took tokens with it to the very end of the prompt: the labels are what they are behind this whole text.
@@ -233,8 +240,10 @@ class QuestionSet:
             return None, 0
         first = prompts[0].root
         shared = min(len(p.root) for p in prompts) - 1
-        for p in prompts[1:]:
-            shared = min(shared, common_prefix(first, p.root))
+        if self._common_after is not None and len({p.num_head for p in prompts}) == 1 and prompts[0].num_head:
+            shared = min(shared, prompts[0].num_head + self._common_after)
+        else:
+            shared = min(shared, *(common_prefix(first, p.root, shared) for p in prompts[1:]))
         if shared < MIN_SHARED:
             return None, 0
         units.append(Unit(first[:shared], LABELS, (), ()))

@@ -98,7 +98,7 @@ class LLMEngine:
         if priority and not self.priority_scheduling:
             raise ValueError(f"request {request_id}: priority is {priority}, but scheduling_policy is 'fcfs': start with priority")
         ids = prompt_token_ids.tolist() if isinstance(prompt_token_ids, np.ndarray) else list(prompt_token_ids)
-        buffer = self._check(request_id, ids, params, label_token_ids)
+        buffer = self._check(request_id, ids, params, label_token_ids, self._shared_tokens(fork_of, fork_num_tokens))
         arrival = time.monotonic() if arrival_time is None else arrival_time
         requests = [
             self._request(request_id, i, ids, params, prompt_rows, label_token_ids, priority, cache_salt, arrival, buffer)
@@ -151,8 +151,17 @@ class LLMEngine:
         # Far apart for neighbouring engine seeds; the uniform's hash does the rest.
         return (self._seed * 0x9E3779B97F4A7C15 + (self._num_requests << 16) + index) % 2**64
 
-    def _check(self, request_id: str, ids: list[int], params: SamplingParams, labels: Sequence[int] | None) -> array[int]:
-        """The prompt as C ints. Raises ValueError, in one line, for what can never be answered."""
+    def _shared_tokens(self, fork_of: str | None, count: int) -> array[int]:
+        """The first tokens of a fork, from its parent; whether they are the fork's the scheduler compares."""
+        parent = None if fork_of is None else self.scheduler.requests.get(fork_of)
+        if parent is None or parent.prompt_buffer is None or not 0 < count <= len(parent.prompt_buffer):
+            return array("i")
+        return parent.prompt_buffer[:count]
+
+    def _check(
+        self, request_id: str, ids: list[int], params: SamplingParams, labels: Sequence[int] | None, shared: array[int]
+    ) -> array[int]:
+        """The prompt as C ints; shared: the first of them. Raises ValueError, in one line, for what can never be answered."""
 
         def need(ok: bool, message: str) -> None:
             if not ok:
@@ -164,13 +173,13 @@ class LLMEngine:
 
         need(len(ids) > 0, "the prompt is empty, at least one token is needed")
         try:
-            buffer = array("i", ids)
+            own = array("i", ids[len(shared) :] if shared else ids)
         except TypeError:
             raise ValueError(f"request {request_id}: prompt_token_ids must be a flat list of 32-bit integers") from None
         except OverflowError:
-            buffer = array("i", (-1,))
-        values = np.frombuffer(buffer, np.int32)
-        if values.min() < 0 or values.max() >= self.vocab_size:
+            own = array("i", (-1,))
+        values = np.frombuffer(own, np.int32)
+        if len(own) and (values.min() < 0 or values.max() >= self.vocab_size):
             need_ids("the prompt", ids)
         for name in ("logprob_token_ids", "allowed_token_ids", "stop_token_ids", "logit_bias"):
             if named := getattr(params, name):
@@ -186,7 +195,7 @@ class LLMEngine:
             "logprob_token_ids with max_tokens=0 and prompt_logprobs: ask in two requests",
         )
         need(params.max_tokens != 0 or params.n == 1, f"n is {params.n} with max_tokens=0: there is one answer")
-        return buffer
+        return shared + own
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests in any state and give their blocks back. Returns their last outputs; unknown ids are ignored."""
