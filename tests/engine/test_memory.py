@@ -58,3 +58,8 @@ def test_a_budget_for_nothing_names_the_flag() -> None:
     engine = options(shape="e2b", kv_cache_memory_bytes=100)
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes is 100"):
         forecast(engine, named_shape("e2b"), "bfloat16", CPU, 4096)
+
+
+def test_a_pool_larger_than_the_memory_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"^kv_cache_memory_bytes is 1,000,000,000,000,000: .* of memory here; lower it or leave it out$"):
+        forecast(options(kv_cache_memory_bytes=10**15), named_shape("e2b-eighth"), "float32", CPU, 4096)

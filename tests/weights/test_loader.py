@@ -154,6 +154,20 @@ def test_an_absent_file_and_an_absent_shard_are_named(tmp_path: Path) -> None:
     refused(tmp_path, "model-00002-of-00003.safetensors: no such file")
 
 
+@pytest.mark.parametrize("file", ["1", '"../../etc/passwd"', '"/etc/passwd"', '"sub/model.safetensors"', '""'])
+def test_an_index_that_names_anything_but_a_file_of_the_folder_is_refused(tmp_path: Path, file: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": {file}}}}}', encoding="utf-8")
+    with pytest.raises(WeightsError, match=r"index\.json: weight_map names .*: the name of a file in the same folder is needed$"):
+        load(tmp_path)
+
+
+def test_quantized_tensors_are_named(tmp_path: Path) -> None:
+    tensors = state()
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    with pytest.raises(WeightsError, match=r"1 tensors are no 16- or 32-bit numbers: model\.norm\.weight is I8; quantized"):
+        load(write(tmp_path, tensors))
+
+
 @pytest.mark.parametrize("index", ["{", "[]", '{"metadata": {}}'])
 def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")

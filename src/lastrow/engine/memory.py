@@ -66,6 +66,12 @@ def forecast(
     activations = activation_bytes(config, dtype, step_tokens, engine.max_num_seqs)
     if engine.kv_cache_memory_bytes is not None:
         kv, flag = engine.kv_cache_memory_bytes, f"kv_cache_memory_bytes is {engine.kv_cache_memory_bytes:,}"
+        room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else ram_bytes()
+        if weights + activations + kv > room:
+            raise ConfigError(
+                f"{flag}: with weights ({_gib(weights)}) and activations ({_gib(activations)}) that is more than the {_gib(room)} "
+                f"{'free on the card' if device.type == 'cuda' else 'of memory here'}; lower it or leave it out"
+            )
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         kv = kv_bytes_of_card(total, engine.gpu_memory_utilization, total - free, weights, activations)
@@ -93,8 +99,12 @@ def cpu_kv_bytes(layout: KVLayout, max_num_seqs: int, step_tokens: int, block_si
     tokens = max_model_len + max_num_seqs * window
     sliding = max_num_seqs * window + step_tokens
     wanted = layout.full_bytes_per_token * tokens + layout.sliding_bytes_per_token * sliding
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 * CPU_KV_BYTES
-    return min(wanted, CPU_KV_BYTES, int(ram * CPU_RAM_SHARE))
+    return min(wanted, CPU_KV_BYTES, int(ram_bytes() * CPU_RAM_SHARE))
+
+
+def ram_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 * CPU_KV_BYTES
 
 
 def _gib(count: float) -> str:

@@ -6,6 +6,8 @@ Nothing here imports torch: `lastrow info`, the KV layout and the scheduler read
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -144,7 +146,8 @@ def check(c: Gemma4Config) -> None:
         "max_position_embeddings",
     ):
         value = getattr(c, field)
-        need(isinstance(value, int) and value > 0, f"{field} is {value!r}: a positive integer is needed")
+        need(_is_integer(value) and value > 0, f"{field} is {value!r}: a positive integer is needed")
+    _check_numbers(c, need)
     need(
         len(c.layer_types) == c.num_hidden_layers,
         f"layer_types has {len(c.layer_types)} entries for num_hidden_layers={c.num_hidden_layers}: one per layer is needed",
@@ -176,6 +179,30 @@ def check(c: Gemma4Config) -> None:
         need(c.moe_intermediate_size > 0, "moe_intermediate_size is missing for a model with experts")
     if c.has_ple:
         need(c.vocab_size_per_layer_input > 0, "vocab_size_per_layer_input is missing for a model with per-layer embeddings")
+
+
+def _check_numbers(c: Gemma4Config, need: Callable[[bool, str], None]) -> None:
+    for field in (
+        "num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_experts", "top_k_experts",
+        "moe_intermediate_size", "bos_token_id", "pad_token_id",
+    ):  # fmt: skip
+        value = getattr(c, field)
+        need(_is_integer(value) and value >= 0, f"{field} is {value!r}: an integer of at least 0 is needed")
+    ids = c.eos_token_ids
+    need(all(_is_integer(i) and i >= 0 for i in ids), f"eos_token_id is {list(ids)}: an id or a list of ids is needed")
+    for field, most in (
+        ("rms_norm_eps", 1.0), ("rope_theta_sliding", math.inf), ("rope_theta_full", math.inf), ("partial_rotary_factor", 1.0),
+        ("final_logit_softcapping", math.inf),
+    ):  # fmt: skip
+        value = getattr(c, field)
+        if value is None and field == "final_logit_softcapping":
+            continue
+        ok = isinstance(value, float | int) and value is not True and 0 < value <= most
+        need(ok, f"{field} is {value!r}: a positive number{'' if most == math.inf else ' of at most 1'} is needed")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 # -------------------------------------------------------------------------------------------------- config.json

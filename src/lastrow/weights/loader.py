@@ -17,6 +17,7 @@ from lastrow.weights.names import LAYER_NORMS, expected_shapes, is_decoy, strip_
 
 logger = logging.getLogger("lastrow")
 PackGateUp = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+FLOATS = ("BF16", "F16", "F32", "F64")
 SHOWN = 6  # tensor names quoted in one message
 
 
@@ -47,9 +48,13 @@ class Checkpoint:
         if not index.exists():
             return ["model.safetensors"]
         try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise WeightsError(f"{index}: not a safetensors index ({error!r})") from None
+        for file in files:
+            if not isinstance(file, str) or not file or Path(file).name != file:
+                raise WeightsError(f"{index}: weight_map names {file!r}: the name of a file in the same folder is needed")
+        return files
 
     @property
     def names(self) -> list[str]:
@@ -57,6 +62,10 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors writes it: BF16, F32, I8."""
+        return self._files[self._file_of[name]].get_slice(name).get_dtype()
 
     def tensor(self, name: str) -> torch.Tensor:
         """The mapped tensor, on the CPU, in the file's dtype."""
@@ -66,7 +75,7 @@ class Checkpoint:
 def check_names(config: Gemma4Config, checkpoint: Checkpoint) -> dict[str, str]:
     """{name after the prefix: name in the file} of every tensor the model uses.
 
-    Raises WeightsError naming missing and misshapen tensors; tensors nobody knows are named in a warning."""
+    Raises WeightsError naming missing, misshapen and quantized tensors; tensors nobody knows are named in a warning."""
     prefix, found = strip_prefix(checkpoint.names)
     expected = expected_shapes(config)
     missing = [prefix + name for name in expected if name not in found]
@@ -79,6 +88,11 @@ def check_names(config: Gemma4Config, checkpoint: Checkpoint) -> dict[str, str]:
     ]
     if wrong:
         raise WeightsError(f"{checkpoint.folder}: {len(wrong)} tensors have the wrong shape: {_some(wrong)}")
+    packed = [f"{found[name]} is {kind}" for name in expected if (kind := checkpoint.dtype(found[name])) not in FLOATS]
+    if packed:
+        raise WeightsError(
+            f"{checkpoint.folder}: {len(packed)} tensors are no 16- or 32-bit numbers: {_some(packed)}; quantized files are not read"
+        )
     extra = [full for name, full in found.items() if name not in expected and not is_decoy(config, name)]
     if extra:
         logger.warning("%s: %d tensors are not part of this model and were ignored: %s", checkpoint.folder, len(extra), _some(extra))
