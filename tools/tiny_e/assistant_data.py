@@ -118,6 +118,14 @@ def tokenize(tokenizer: Tokenizer, segments: list) -> Sequence | None:
     return Sequence(np.array(ids), np.array(rows)) if len(ids) <= MAX_TOKENS else None
 
 
+def fresh_prose(prose: train_tiny.Prose, model: Gemma4Model, layers: set[int], r: random.Random, count: int) -> list[Sequence]:
+    """Pieces of the text as it is, with what tiny-e would say at every row."""
+    pieces = [prose.sample(r, r.randint(60, 160)).astype(np.int64) for _ in range(count)]
+    sequences = [Sequence(ids, np.arange(1, len(ids) - 1)) for ids in pieces]
+    listen(model, sequences, layers)
+    return sequences
+
+
 def build(folder: Path, text: str, model: Gemma4Model, layers: set[int], seed: int, scale: float) -> list[Sequence]:
     """All training sequences with hidden states and K/V; `scale` multiplies every count."""
     r, tokenizer = random.Random(seed), Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -20,18 +20,22 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from assistant_data import TOP_TOKENS, Sequence, build, load_target
+from assistant_data import TOP_TOKENS, Sequence, build, fresh_prose, load_target
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from train_tiny import Prose
 
 from lastrow.kernels.rope import apply_rope, rope_table
 from lastrow.models.gemma4 import Gemma4Model
 
 STEPS = 4
-HIDDEN, MLP, HEADS, CENTROIDS, TOP_K = 64, 256, 4, 64, 8
+HIDDEN, MLP, HEADS, CENTROIDS, TOP_K = 64, 512, 4, 64, 8
+ALL_STEPS = 0.4  # share of updates that unroll every step; the others train the first, from which the later ones profit as well
 KINDS = ("sliding_attention", "sliding_attention", "sliding_attention", "full_attention")
 SCALARS = (0.875, 1.125, 0.9375, 1.0625)  # not 1: a loader that forgets them must fail
 TARGET_LAYER = {"sliding_attention": 3, "full_attention": 4}
 EPS = 1e-6
+FRESH_PIECES = 500  # of prose for each pass over the stored data
 TURN = 105  # <|turn>: begins every conversation
 
 
@@ -83,9 +87,14 @@ def initial_weights(target: Gemma4Model, seed: int) -> tuple[dict[str, torch.Ten
 
 
 def stored_weights(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What an earlier run exported."""
+    """What an earlier run exported; a narrower MLP is widened without a change of what it computes."""
     tensors = load_file(folder / "model.safetensors")
     ordering = tensors.pop("masked_embedding.token_ordering")
+    for name, t in tensors.items():
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            tensors[name] = torch.cat([t, torch.randn(MLP - len(t), HIDDEN).bfloat16() * HIDDEN**-0.5])
+        elif name.endswith("down_proj.weight"):
+            tensors[name] = F.pad(t, (0, MLP - t.shape[1]))
     return {name: t.float().requires_grad_() for name, t in tensors.items() if not name.endswith("layer_scalar")}, ordering
 
 
@@ -156,12 +165,16 @@ def make_batch(group: list[tuple[Sequence, list[int]]], window: int) -> Batch:
     return Batch(start, ids, row, valid, hidden, likely, chance, kv, masks)
 
 
+def some_of(sequences: list[Sequence], r: random.Random) -> list[Sequence]:
+    """What one pass takes of the stored data: less of what the drafter finds easy, and of prose that it would learn by heart."""
+    return [s for s in sequences if r.random() < (0.3 if TURN in s.ids[:8] else 0.4)]
+
+
 def batches(sequences: list[Sequence], r: random.Random, rows: int, window: int, max_starts: int = 64) -> Iterator[Batch]:
-    """One pass, sequences of like shape together, at most `rows` padded starts each. Half of what is not prose is left out: the
-    drafter finds it easy."""
+    """One pass, sequences of like shape together, at most `rows` padded starts each."""
     items = []
     for s in sequences:
-        picked = starts_of(s) if TURN not in s.ids[:8] or r.random() < 0.5 else []
+        picked = starts_of(s)
         if picked:
             items.append((s, sorted(r.sample(picked, max_starts)) if len(picked) > max_starts else picked))
     items.sort(key=lambda item: (len(item[1]) // 6, len(item[0].ids) + r.random() * 40))
@@ -215,12 +228,12 @@ class Drafter:
         return y, F.linear(y, w["post_projection.weight"])
 
 
-def batch_loss(drafter: Drafter, batch: Batch, group_of: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+def batch_loss(drafter: Drafter, batch: Batch, group_of: torch.Tensor, steps: int = STEPS) -> tuple[torch.Tensor, list[float]]:
     """Mean loss over valid rows and steps, and the share of right first choices by step (given right ones before)."""
     pick = torch.arange(len(batch.row))[:, None]
     hidden, alive = batch.hidden[pick, batch.row], torch.ones_like(batch.valid[..., 0])
     total, count, right = torch.zeros(()), 0, []
-    for k in range(STEPS):
+    for k in range(steps):
         y, hidden = drafter.step(batch.ids[..., k], hidden, batch)
         alive = alive & batch.valid[..., k]
         if not alive.any():
@@ -243,7 +256,9 @@ def batch_loss(drafter: Drafter, batch: Batch, group_of: torch.Tensor) -> tuple[
     return total / max(count, 1), right
 
 
-def train(target: Gemma4Model, sequences: list[Sequence], seconds: float, seed: int, rows: int, peak: float, start: Path | None):
+def train(
+    target: Gemma4Model, sequences: list[Sequence], seconds: float, seed: int, rows: int, peak: float, start: Path | None, prose: Prose
+):
     weights, ordering = initial_weights(target, seed) if start is None else stored_weights(start)
     group_of = torch.empty(len(ordering), dtype=torch.long)
     group_of[ordering] = torch.arange(len(ordering)) // (len(ordering) // CENTROIDS)
@@ -255,13 +270,14 @@ def train(target: Gemma4Model, sequences: list[Sequence], seconds: float, seed: 
     )
     began, step, shown, trace = time.time(), 0, 0.0, []
     while (done := (time.time() - began) / seconds) < 1:
-        for batch in batches(sequences, r, rows, target.config.sliding_window):
+        fresh = fresh_prose(prose, target, set(TARGET_LAYER.values()), r, FRESH_PIECES)
+        for batch in batches(some_of(sequences, r) + fresh, r, rows, target.config.sliding_window):
             done = min((time.time() - began) / seconds, 1.0)
             if done >= 1:
                 break
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
-            loss, right = batch_loss(drafter, batch, group_of)
+            loss, right = batch_loss(drafter, batch, group_of, STEPS if r.random() < ALL_STEPS else 1)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
@@ -320,6 +336,7 @@ def main() -> None:
     torch.set_num_threads(a.threads)
     torch.manual_seed(a.seed)
     target = load_target(a.target)
+    prose = Prose(Tokenizer.from_file(str(a.target / "tokenizer.json")), a.text.read_text(encoding="utf-8"))
     if a.data and a.data.exists():
         sequences = [Sequence(*item) for item in torch.load(a.data, weights_only=False)]
     else:
@@ -328,7 +345,7 @@ def main() -> None:
         print(f"{len(sequences)} sequences, {sum(len(s.rows) for s in sequences)} rows in {time.time() - began:.0f} s", flush=True)
         if a.data:
             torch.save([(s.ids, s.rows, s.hidden, s.kv, s.likely, s.chance) for s in sequences], a.data)
-    weights, ordering = train(target, sequences, a.minutes * 60, a.seed, a.rows, a.rate, a.start)
+    weights, ordering = train(target, sequences, a.minutes * 60, a.seed, a.rows, a.rate, a.start, prose)
     export(weights, ordering, a.target, a.out)
     print(f"{os.path.getsize(a.out / 'model.safetensors')} bytes", flush=True)
 
