@@ -23,7 +23,9 @@ from lastrow.engine.llm import LLM
 WINDOW, BLOCK = 16, 4
 SALTS = (None, None, None, None, "tenant a", "tenant b")
 MOTIF = [301, 302, 303, 304]
-POOL = 40 * BLOCK * 1536  # 36 sliding blocks and 46 full ones in fp32, at 1,536 bytes a token
+BLOCKS = 40  # of both groups together, on average: 36 sliding ones and 46 full ones in fp32
+# K and V of one full owner (head of 64) and four sliding ones (heads of 32): fp32, or a byte each and a scale of 4 bytes
+TOKEN_BYTES = {"auto": 1536, "int8_per_token_head": 2 * 68 + 8 * 36, "fp8_per_token_head": 2 * 68 + 8 * 36}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +77,7 @@ class Prompts:
 
 
 def params_of(rng: random.Random) -> SamplingParams:
-    params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 14), logprobs=1, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 20), logprobs=1, ignore_eos=True)
     if rng.random() < 0.4:
         params = replace(params, temperature=1.0, seed=rng.randrange(1000))
     kind = rng.random()
@@ -95,13 +97,15 @@ class Walk:
     """Random requests to one engine until `count` have been asked; then all are let finish."""
 
     def __init__(self, llm: LLM, rng: random.Random, count: int) -> None:
-        self.llm, self.rng, self.count = llm, rng, count
+        self.rng, self.count = rng, count
         self.engine = llm.engine
+        self.block_bytes = BLOCK * TOKEN_BYTES[llm.config.kv_cache_dtype]
         self.prompts = Prompts(rng)
         self.asked: dict[str, Asked] = {}
         self.got: dict[str, RequestOutput] = {}
         self.aborted: set[str] = set()
         self.forks = self.rebuilds = 0
+        self.is_draining = False
 
     def run(self) -> None:
         while len(self.asked) < self.count or self.engine.has_unfinished_requests:
@@ -116,18 +120,21 @@ class Walk:
     def event(self) -> None:
         dice = self.rng.random()
         running = [name for name in self.asked if name in self.engine.scheduler.requests]
-        if not self.engine.has_unfinished_requests and dice < 0.1:
-            self.engine.reset_prefix_cache() if dice < 0.04 else self.rebuild()
+        if self.is_draining and not self.engine.has_unfinished_requests:
+            self.is_draining = False
+            self.engine.reset_prefix_cache() if self.rebuilds else self.rebuild()
         elif dice < 0.04 and running:
             name = self.rng.choice(running)
             self.engine.abort(name)
             self.aborted.add(name)
-        elif len(self.asked) < self.count and dice < 0.5:
-            for _ in range(self.rng.choice((1, 1, 2, 4))):
+        elif not self.is_draining and len(self.asked) < self.count and dice < 0.7:
+            for _ in range(self.rng.choice((1, 2, 3, 4))):
+                if self.is_draining:
+                    break
                 self.ask(self.rng.choice(running) if running and self.rng.random() < 0.3 else None)
 
     def rebuild(self) -> None:
-        self.engine.rebuild_cache(POOL + self.rng.randint(-5, 20) * BLOCK * 1536)
+        self.engine.rebuild_cache((BLOCKS + self.rng.randint(-3, 4)) * self.block_bytes)
         self.rebuilds += 1
 
     def ask(self, parent: str | None) -> None:
@@ -140,15 +147,14 @@ class Walk:
             fork = {"fork_of": parent, "fork_num_tokens": self.rng.randint(1, len(known))}
             params = replace(params, prompt_logprobs=None)
             self.forks += 1
+        self.is_draining = (len(self.asked) + 1) % (self.count // 3) == 0  # a new size after a third of them, a reset after another
         self.asked[name] = Asked(tuple(ids), params, salt)
         self.engine.add_request(name, ids, params, cache_salt=salt, **fork)
 
 
 @pytest.mark.parametrize(("form", "seed"), [("auto", 1), ("auto", 2), ("int8_per_token_head", 3), ("fp8_per_token_head", 4)])
 def test_every_answer_is_that_of_an_engine_without_a_cache(folder: Path, form: str, seed: int) -> None:
-    llm = make(folder, form, max_num_seqs=6, max_num_batched_tokens=24, kv_cache_memory_bytes=POOL)
-    if form != "auto":
-        llm.rebuild_cache(POOL * 9 // 32)  # the same blocks at 36 or 68 bytes a head instead of 128 or 256
+    llm = make(folder, form, max_num_seqs=8, max_num_batched_tokens=24, kv_cache_memory_bytes=BLOCKS * BLOCK * TOKEN_BYTES[form])
     walk = Walk(llm, random.Random(seed), 45)
     walk.run()
     plain = make(folder, form, enable_prefix_caching=False)
@@ -158,7 +164,9 @@ def test_every_answer_is_that_of_an_engine_without_a_cache(folder: Path, form: s
     assert not wrong, f"{len(wrong)} of {len(names)} answers differ from those without a cache: {wrong}"
     # the walk has been where it should be
     counters, prefix = llm.engine.scheduler.counters, llm.engine.scheduler.kv.prefix_cache_stats
-    assert prefix.hit_rate > 0.2 and counters.preemptions > 0 and counters.forked_tokens > 0 and walk.forks > 3 and walk.aborted
+    assert prefix.hit_rate > 0.1 and counters.preemptions > 0 and counters.forked_tokens > 0
+    assert walk.forks > 3 and walk.aborted and walk.rebuilds
+    assert 0 < sum(output.num_cached_tokens for output in walk.got.values()) <= prefix.hits + counters.forked_tokens
     assert all(output.num_cached_tokens == 0 for output in expected)
 
 
