@@ -198,6 +198,16 @@ def test_what_is_wrong_is_a_400_that_names_it(server: ServerProcess, fields: dic
         assert says in server.error("/v1/chat/completions", {"messages": NEPAL, "stream": stream, **fields})
 
 
+def test_two_requests_with_one_id_do_not_mix(server: ServerProcess):
+    body = {"messages": NEPAL, "request_id": "mine", "temperature": 0, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=60) as first:
+        lines = first.iter_lines()
+        next(lines)
+        assert "mine" in server.error("/v1/chat/completions", body)
+        assert sum('"content"' in line for line in lines) > 100  # tokens without text of their own come with later ones
+    assert server.post("/v1/chat/completions", {**body, "stream": False, "max_tokens": 1}).status_code == 200
+
+
 def test_errors_have_openais_envelope(server: ServerProcess, client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError, match="not served"):
         client.chat.completions.create(model="gpt-4", messages=NEPAL)

@@ -63,18 +63,19 @@ class ChatRun:
         async with aclosing(self.steps()) as steps:
             async for _ in steps:
                 pass
-        body = self._envelope("chat.completion", [self._whole(choice) for choice in self.choices])
+        body = self._envelope("chat.completion", [self.whole(choice) for choice in self.choices])
         body["usage"] = self.usage()
         body["prompt_logprobs"] = self._prompt_logprobs()
         if self.request.return_token_ids:
             body["prompt_token_ids"] = self.plan.prompt_ids
-        return self._with_timings(body)
+        return self.with_timings(body)
 
-    def _whole(self, choice: ChatChoice) -> dict[str, Any]:
+    def whole(self, choice: ChatChoice) -> dict[str, Any]:
+        """A finished choice of a whole answer."""
         parser = choice.parser
-        calls = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in parser.tool_calls
-        ] if choice.finish_reason != "stop" or not choice.stop_reason else []  # fmt: skip
+        # What stands behind a stop string in the content is not part of the answer.
+        complete = [] if isinstance(choice.stop_reason, str) else parser.tool_calls
+        calls = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in complete]
         content = choice.content or choice.show_something(self.plan.include_reasoning)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not (calls or parser.reasoning) else None}
         if self.request.echo and self.request.messages[-1].get("role") == "assistant":
@@ -85,12 +86,12 @@ class ChatRun:
             message["tool_calls"] = calls
         made: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
         if self.request.logprobs or self.request.logprob_token_ids:
-            made["logprobs"] = {"content": [self._logprob(entry) for entry in choice.logprobs]}
+            made["logprobs"] = {"content": [self.logprob(entry) for entry in choice.logprobs]}
         if self.request.return_token_ids:
             made["token_ids"] = choice.token_ids
         return {**made, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
-    def _logprob(self, entry: list[wire.TokenLogprob]) -> dict[str, Any]:
+    def logprob(self, entry: list[wire.TokenLogprob]) -> dict[str, Any]:
         return self.writer.chat(entry, self.request.top_logprobs or 0)
 
     def _prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
@@ -129,9 +130,9 @@ class ChatRun:
                     chunk = self._chunk(choice, change, output)
                     if options is not None and options.continuous_usage_stats:
                         chunk["usage"] = self.usage()
-                    yield event(self._with_timings(chunk) if choice.finished else chunk)
+                    yield event(self.with_timings(chunk) if choice.finished else chunk)
         if options is not None and options.include_usage:
-            yield event(self._with_timings({**self._envelope("chat.completion.chunk", []), "usage": self.usage()}))
+            yield event(self.with_timings({**self._envelope("chat.completion.chunk", []), "usage": self.usage()}))
 
     def _change(self, delta: Delta) -> dict[str, Any]:
         change: dict[str, Any] = {}
@@ -147,7 +148,7 @@ class ChatRun:
         made: dict[str, Any] = {"index": choice.index, "delta": change, "logprobs": None, "finish_reason": None}
         if output is not None:
             if self.request.logprobs and output.logprobs:
-                made["logprobs"] = {"content": [self._logprob(entry) for entry in output.logprobs]}
+                made["logprobs"] = {"content": [self.logprob(entry) for entry in output.logprobs]}
             if self.request.return_token_ids:
                 made["token_ids"] = output.token_ids
             if choice.finished:
@@ -158,7 +159,7 @@ class ChatRun:
         model = self.request.model or self.state.model_name
         return {"id": self.id, "object": kind, "created": self.created, "model": model, "choices": choices}
 
-    def _with_timings(self, body: dict[str, Any]) -> dict[str, Any]:
+    def with_timings(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.state.settings.enable_timings_report and all(choice.finished for choice in self.choices):
             body["timings"] = timings(len(self.plan.prompt_ids), self.choices)
         return body

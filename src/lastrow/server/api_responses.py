@@ -113,12 +113,12 @@ class ResponsesRun:
 
     def _items(self) -> list[dict[str, Any]]:
         choice = self.chat.choices[0]
-        message = self.chat._whole(choice)["message"]
+        message = self.chat.whole(choice)["message"]
         items: list[dict[str, Any]] = []
         if message.get("reasoning_content"):
             items.append(_reasoning(new_id("rs_"), message["reasoning_content"]))
         if message["content"] is not None and (message["content"] or not message.get("tool_calls")):
-            logprobs = [self.chat._logprob(entry) for entry in choice.logprobs]
+            logprobs = [self.chat.logprob(entry) for entry in choice.logprobs]
             items.append(_message(new_id("msg_"), message["content"], logprobs))
         for call in message.get("tool_calls") or ():
             items.append(_call(new_id("fc_"), call["id"], call["function"]["name"], call["function"]["arguments"]))
@@ -145,7 +145,7 @@ class ResponsesRun:
             made[name] = getattr(request, name)
         if choice.finished:
             made["usage"] = self._usage()
-        return self.chat._with_timings(made)
+        return self.chat.with_timings(made)
 
     def _usage(self) -> dict[str, Any]:
         usage = self.chat.usage()
@@ -177,7 +177,7 @@ class ResponsesRun:
                         yield items.reasoning(delta.reasoning)
                     if delta.content:
                         entries = output.logprobs or [] if self.chat.request.logprobs else []
-                        yield items.content(delta.content, [self.chat._logprob(entry) for entry in entries])
+                        yield items.content(delta.content, [self.chat.logprob(entry) for entry in entries])
                     for call in delta.tool_calls:
                         yield items.call(call)
                     if choice.finished:

@@ -169,6 +169,8 @@ class AsyncEngine:
         request. Raises RequestRejected or EngineDeadError."""
         if not self.is_ready:
             raise EngineDeadError(self.death or "the engine is starting")
+        if add.request_id in self._open:
+            raise RequestRejected(f"request_id is {add.request_id!r}: a request with this id is not finished yet")
         request = self._open[add.request_id] = _Open(n)
         self._send(add)
         try:
