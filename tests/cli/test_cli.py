@@ -195,7 +195,7 @@ def test_flags_reach_the_engine(llm: type[ScriptedLLM]) -> None:
 
 # ------------------------------------------------------------------------------------------------ mistakes
 MISTAKES = {
-    "no command": ([], "no command: one of generate, chat, info"),
+    "no command": ([], "no command: one of generate, chat"),
     "unknown command": (["generat"], "invalid choice: 'generat'"),
     "unknown option": (["generate", "tiny-e", "x", "--bogus"], "unrecognized arguments: --bogus"),
     "abbreviated option": (["generate", "tiny-e", "x", "--temp", "1"], "unrecognized arguments: --temp"),

@@ -81,7 +81,7 @@ def test_20_questions_over_1000_tokens_cost_one_prefill_and_20_tails() -> None:
     questions = [{"type": "predicate", "instructions": f"Is this about {word}?"} for word in TOPICS]
     questions = (questions + [TEAM, SPAM, URGENT] * 5)[:20]
     questions = [{key: value for key, value in q.items() if key != "name"} for q in questions]
-    made = llm._decider.question_set(questions)
+    made = llm.decider.question_set(questions)
     plan = made.plan(state)
     parent, tails = plan.units[0], plan.units[1:]
     stats = llm.engine.runner.stats
@@ -99,7 +99,7 @@ def test_20_questions_over_1000_tokens_cost_one_prefill_and_20_tails() -> None:
 
 def test_tokens_are_those_of_the_whole_prompt_and_the_fork_is_at_the_last_shared_one(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
-    made: QuestionSet = llm._decider.question_set(MIXED)
+    made: QuestionSet = llm.decider.question_set(MIXED)
     plan = made.plan(STATES[0])
     texts = [tokenizer.decode(p.root, skip_special_tokens=False).removeprefix("<bos>") for p in plan.prompts]
     assert texts[1] == f"<|turn>user\n{STATES[0]}\n\nIs this message spam? Answer yes or no.<turn|>\n<|turn>model\n"
@@ -213,7 +213,7 @@ def test_a_partial_output_file_is_continued(llm: LLM, tmp_path: Path) -> None:
 def test_a_state_beyond_the_window_is_cut_where_asked(cut: Any) -> None:
     llm = LLM("tiny-e", max_model_len=128)
     words = " ".join(f"w{i}" for i in range(400))
-    made = llm._decider.question_set([TEAM, SPAM], truncate=cut)
+    made = llm.decider.question_set([TEAM, SPAM], truncate=cut)
     plan = made.plan(words)
     text = llm.get_tokenizer().decode(plan.prompts[0].root)
     assert plan.truncated and 120 <= max(len(p.root) for p in plan.prompts) <= 128  # as much as fits, but for a retokenized seam
@@ -242,13 +242,13 @@ def test_prior_correction_takes_away_what_an_empty_state_gets(llm: LLM) -> None:
 def test_instructions_and_a_prompt_of_ones_own(llm: LLM, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("Mail:\n{{ state }}\n--\n{{ question.text }} ({% for o in question.options %}{{ o.label }}={{ o.text }} {% endfor %})")
-    made = llm._decider.question_set([TEAM], prompt_template=file, instructions="Be strict.")
+    made = llm.decider.question_set([TEAM], prompt_template=file, instructions="Be strict.")
     text = llm.get_tokenizer().decode(made.plan("hello").prompts[0].root, skip_special_tokens=False)
     assert text == (
         "<bos><|turn>system\nBe strict.<turn|>\n<|turn>user\nMail:\nhello\n--\nWhich team should handle this? "
         "(A=Billing B=Shipping C=Sales )<turn|>\n<|turn>model\n"
     )
-    raw = llm._decider.question_set([TEAM], prompt_template="{{ state }} | {{ question.text }} Answer:", chat=False)
+    raw = llm.decider.question_set([TEAM], prompt_template="{{ state }} | {{ question.text }} Answer:", chat=False)
     plan = raw.plan("hello")
     assert llm.get_tokenizer().decode(plan.prompts[0].root) == "hello | Which team should handle this? Answer:"
     assert [llm.get_tokenizer().decode(list(leaf.tokens)) for leaf in plan.prompts[0].trie.leaves] == [" A", " B", " C"]

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     if job is None:
         _one(args, llm, questions, options)
     else:
-        _file(args, job, llm, llm._decider.question_set(questions, **options))
+        _file(args, job, llm, llm.decider.question_set(questions, **options))
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _one(args: argparse.Namespace, llm: LLM, questions: Any, options: dict[str, Any]) -> None:
     state = sys.stdin.read() if args.state == "-" else args.state
-    made = llm._decider.question_set(questions, **options)
+    made = llm.decider.question_set(questions, **options)
     output = llm.decide(state, made)
     if args.json:
         print(json.dumps(output.to_dict(), ensure_ascii=False))
@@ -142,7 +142,7 @@ def _file(args: argparse.Namespace, job: Any, llm: LLM, made: QuestionSet) -> No
     summary = Summary(made.questions)
     start = time.perf_counter()
     report = job.run(
-        lambda rows: llm._decider.decide(states(rows), made),
+        lambda rows: llm.decider.decide(states(rows), made),
         columns(made.questions, args.label_mass, args.diagnostics),
         lambda record: flat(made.questions, record),
         summary.see,

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _file(args: argparse.Namespace, job: Any, llm: Any) -> None:
     report = job.run(
-        lambda rows: llm._decider.score(_pairs(rows, args)), {"best": str, "logprob": float, "probability": float}, _flat, lambda _: None
+        lambda rows: llm.decider.score(_pairs(rows, args)), {"best": str, "logprob": float, "probability": float}, _flat, lambda _: None
     )
     print(
         f"{report.num_rows:,} rows, {report.num_errors:,} with an error · {report.rows_per_s:,.1f} items/s · {args.output}", file=sys.stderr

@@ -31,7 +31,7 @@ class JobDriver:
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         limits = engine.scheduler.config
-        self._max_units, self._max_tokens = AHEAD * limits.max_num_seqs, AHEAD * limits.max_num_batched_tokens
+        self._step_units, self._step_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
         self._jobs: dict[str, _Open[Any]] = {}
         self._tokens: dict[str, int] = {}
 
@@ -48,6 +48,8 @@ class JobDriver:
                     more = entry is not None
                     if entry is not None:
                         self._advance(_Open(*entry), None, done)
+                    if not self._has_room(0, 1):
+                        self.engine.launch_ahead()  # the card starts while more is being prepared
                 while next_place in done:
                     yield done.pop(next_place)
                     next_place += 1
@@ -59,8 +61,10 @@ class JobDriver:
             self._jobs.clear()
             self._tokens.clear()
 
-    def _has_room(self, held: int) -> bool:
-        return not self._jobs or (len(self._jobs) < self._max_units and sum(self._tokens.values()) < self._max_tokens and held < MAX_HELD)
+    def _has_room(self, held: int, steps: int = AHEAD) -> bool:
+        """Whether less than `steps` steps' worth of work is at the engine, and not too many results wait for an earlier one."""
+        units, tokens = len(self._jobs), sum(self._tokens.values())
+        return not units or (units < steps * self._step_units and tokens < steps * self._step_tokens and held < MAX_HELD)
 
     def _advance(self, job: _Open[Any], reads: list[Read] | None, done: dict[int, Any]) -> None:
         """Give a job what it asked for and queue what it asks for next."""

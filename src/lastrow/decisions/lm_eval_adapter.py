@@ -64,7 +64,7 @@ class LastrowLM(LM):
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if context:
-            return self.llm._decider.continuation_tokens((context, continuation))
+            return self.llm.decider.continuation_tokens((context, continuation))
         return [self.tokenizer.bos_token_id], self.tokenizer.encode(continuation, add_bos=False)
 
     def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:

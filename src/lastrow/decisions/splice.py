@@ -10,45 +10,42 @@ from collections.abc import Sequence
 
 from lastrow.tokenizer import Tokenizer
 
+MOST_PAIRS = 1 << 18  # that are remembered
+
 
 class Splicer:
-    """Remembers which tokens may meet; one per tokenizer. Not for tokens that no text has (byte tokens of a character's parts): those
-    go the slow way."""
+    """Remembers which tokens may meet; one per tokenizer. Tokens that no text has (bytes of a character) go the slow way.
+
+    num_joined, num_encoded: calls of `join` that put tokens together, and that encoded the whole text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._meet: dict[tuple[int, int], bool] = {}
-        self._starts: dict[str, tuple[str, ...]] = {}
         self.num_joined = self.num_encoded = 0
+        self._meet: dict[tuple[int, int], bool] = {}
+        # An added token is found in the text before any merge; one that spans the seam has both characters around it.
+        self._pairs = {token[i : i + 2] for token in tokenizer.added_tokens for i in range(len(token) - 1)}
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_bos=False)
 
     def join(self, left_text: str, left: Sequence[int], right_text: str, right: Sequence[int]) -> list[int]:
         """Tokens of left_text + right_text; left and right are the tokens of the two alone."""
-        if not left or not right or (self.may_meet(left[-1], right[0]) and not left_text.endswith(self._open_ends(right_text))):
+        if not left or not right or (left_text[-1:] + right_text[:1] not in self._pairs and self._may_meet(left[-1], right[0])):
             self.num_joined += 1
             return [*left, *right]
         self.num_encoded += 1
         return self.encode(left_text + right_text)
 
-    def may_meet(self, a: int, b: int) -> bool:
+    def _may_meet(self, a: int, b: int) -> bool:
         """Whether the texts of two tokens, one behind the other, encode to these two."""
         pair = a, b
         if pair not in self._meet:
+            if len(self._meet) >= MOST_PAIRS:
+                self._meet.clear()
             texts = self.tokenizer.token_text(a), self.tokenizer.token_text(b)
             whole = "".join(text or "" for text in texts)
             self._meet[pair] = None not in texts and self.encode(whole) == [a, b]
         return self._meet[pair]
-
-    def _open_ends(self, right_text: str) -> tuple[str, ...]:
-        """Beginnings of added tokens that `right_text` would complete: an added token is found in the text before any merge."""
-        if right_text not in self._starts:
-            added = self.tokenizer.added_tokens
-            self._starts[right_text] = tuple(
-                token[:i] for token in added for i in range(1, len(token)) if right_text.startswith(token[i : i + len(right_text)])
-            )
-        return self._starts[right_text]
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], known: int = 0) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from lastrow.engine.build import build_engine
 from lastrow.models.config import ConfigError
 from lastrow.progress import track
 from lastrow.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lastrow.decisions.api import Decider
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -135,7 +138,7 @@ class LLM:
         error is raised; one among many is in its output's `error`."""
         from lastrow.decisions.api import decide
 
-        return decide(self._decider, state, questions, use_tqdm, output, options)
+        return decide(self.decider, state, questions, use_tqdm, output, options)
 
     def score(self, prompt: Any, choices: Any = None, *, use_tqdm: bool = True, output: str | Path | None = None) -> Any:
         """Log probability of each choice behind a prompt, exact for choices of any number of tokens: lastrow.decisions.ScoreOutput.
@@ -144,14 +147,14 @@ class LLM:
         (prompt, choices). The texts are put behind one another as they are. Errors and output as in `decide`."""
         from lastrow.decisions.api import score
 
-        return score(self._decider, prompt, choices, use_tqdm, output)
+        return score(self.decider, prompt, choices, use_tqdm, output)
 
     def loglikelihood(self, pairs: Any, *, use_tqdm: bool = True) -> Any:
         """(context, continuation) pairs, texts or token ids, in a list or an iterable -> lastrow.decisions.Loglikelihood of each, as
         lm-eval defines it. Neighbours with the same context share it. Raises ValueError."""
         from lastrow.decisions.api import loglikelihood
 
-        return loglikelihood(self._decider, pairs, use_tqdm)
+        return loglikelihood(self.decider, pairs, use_tqdm)
 
     def rank(
         self,
@@ -166,10 +169,11 @@ class LLM:
         is computed once. Raises ValueError."""
         from lastrow.decisions.api import ranked
 
-        return ranked(documents, self._decider.rank(query, documents, instructions, prompt_template), top_n)
+        return ranked(documents, self.decider.rank(query, documents, instructions, prompt_template), top_n)
 
     @cached_property
-    def _decider(self) -> Any:
+    def decider(self) -> Decider:
+        """What `decide`, `score`, `loglikelihood` and `rank` work with; its question_set makes questions ready once for many calls."""
         from lastrow.decisions.api import Decider
 
         return Decider(self.engine)
