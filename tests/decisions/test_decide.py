@@ -16,7 +16,7 @@ from lastrow.decisions.api import TOKENIZE_AHEAD
 from lastrow.decisions.plan import QuestionSet
 from lastrow.engine.llm import LLM
 
-# The issue's bound. Measured on 200 held-out decisions: 3e-6 (tools/decisions/table.py); fp32 sums in another order.
+# The issue's bound. Measured on 200 held-out decisions: 8e-6 (tools/decisions/table.py); fp32 sums in another order.
 TOLERANCE = 1e-4
 PROSE = "The red lamp arrived on Monday and the box holds a manual. "
 TEAM = {"name": "team", "type": "choice", "instructions": "Which team should handle this?", "choices": ["Billing", "Shipping", "Sales"]}
@@ -121,6 +121,18 @@ def test_together_or_one_question_at_a_time_is_the_same(llm: LLM, options: dict[
         assert probabilities(output) == pytest.approx([p for answer in alone for p in answer.probabilities], abs=1e-5)
         assert [a.label_mass for a in output.answers] == pytest.approx([a.label_mass for a in alone], abs=1e-5)
     engine.engine.scheduler.kv.check_integrity(())
+
+
+def test_a_step_in_flight_changes_nothing(llm: LLM) -> None:
+    """On a GPU results are read one step late: forks and second reads are then queued behind a step that still runs."""
+    late = LLM("tiny-e", max_model_len=512, max_num_batched_tokens=128, max_num_seqs=8)
+    late.engine.depth = 1
+    outputs = late.decide(STATES * 4, MIXED, diagnostics=True, use_tqdm=False)
+    expected = llm.decide(STATES, MIXED, diagnostics=True, use_tqdm=False)
+    for i, output in enumerate(outputs):
+        assert probabilities(output) == pytest.approx(probabilities(expected[i % 3]), abs=1e-5)
+        assert [a.argmax_is_label for a in output.answers] == [a.argmax_is_label for a in expected[i % 3].answers]
+    late.engine.scheduler.kv.check_integrity(())
 
 
 def test_a_small_pool_changes_nothing(llm: LLM) -> None:
