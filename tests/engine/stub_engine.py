@@ -86,6 +86,9 @@ class StubModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.clone()
 
+    def row_logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.logsumexp(logits, -1)
+
     def label_logits(self, hidden: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor:
         return hidden[:, label_ids]
 

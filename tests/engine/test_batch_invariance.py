@@ -64,6 +64,6 @@ def test_the_start_up_test_finds_a_matmul_that_depends_on_the_batch():
             y = super().linear(x, weight)
             return y if x.shape[0] > 100 else y * (1 + 2**-20)
 
-    assert check_invariance(model.ops, model.weights) > 50
+    assert check_invariance(model.ops, model.weights, model.config) > 50
     with pytest.raises(NotInvariant, match="other bits alone"):
-        check_invariance(Sloppy(), model.weights)
+        check_invariance(Sloppy(), model.weights, model.config)

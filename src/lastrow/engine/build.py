@@ -11,7 +11,7 @@ import torch
 from lastrow.config import EngineConfig, SpeculativeConfig
 from lastrow.core.scheduler import Scheduler, SchedulerConfig
 from lastrow.engine.cache import EngineCache, make_kv_manager
-from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets
+from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets, attention_tile_rows
 from lastrow.engine.draft_graphs import DraftGraphs
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.invariance import check_invariance
@@ -23,6 +23,7 @@ from lastrow.engine.spec_decode import Speculator
 from lastrow.engine.transfer import pin
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kernels.fixed_order_ops import FixedOrderReferenceOps
+from lastrow.kernels.ops import Ops
 from lastrow.kernels.triton_ops import TritonOps
 from lastrow.kv.layout import DTYPE_BYTES
 from lastrow.models import assistant_config
@@ -60,7 +61,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     if config.batch_invariant:
         if shape.is_moe:
             raise ConfigError("batch_invariant: the experts of a mixture are not computed in a fixed order; run without it")
-        logger.info("batch_invariant: %d matmuls compared, all bits equal", check_invariance(model.ops, model.weights))
+        logger.info("batch_invariant: %d matmuls compared, all bits equal", check_invariance(model.ops, model.weights, shape))
     binder = PoolBinder(config, model, plan.max_num_batched_tokens, max_model_len)
     cache = EngineCache(shape, plan, device, binder)
     runner = ModelRunner(
@@ -68,6 +69,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         block_size=plan.budget.block_size, device=device,
         encode=None if tokenizer is None else lambda text: tokenizer.encode(text, add_bos=False),
         attention_plans=("tiled", "rows") if config.batch_invariant else ("auto", "auto"),
+        max_num_batched_tokens=plan.max_num_batched_tokens,
     )  # fmt: skip
     binder.capture(runner)
     stops = STOP_IDS if tokenizer is None else tokenizer.eos_token_ids
@@ -96,6 +98,8 @@ class PoolBinder:
             runner.speculator.proposer.use_pool(self.drafter(runner), runner.pool)
 
     def capture(self, runner: ModelRunner) -> None:
+        if runner.pool is not None and isinstance(self.model.ops, TritonOps):
+            runner.inputs.tile_rows = attention_tile_rows(self.model, runner.pool)
         if self.captures:
             graphs = CUDAGraphs(self.model, runner.pool, runner.inputs, self.buckets)
             graphs.warm_up()
@@ -127,7 +131,7 @@ def choose_dtype(name: str, device: torch.device) -> str:
     return name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> ReferenceOps:
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> Ops:
     """auto: triton on a GPU, else reference. Raises ConfigError where the named one does not run."""
     if name == "auto":
         name = "triton" if device.type == "cuda" else "reference"

@@ -14,7 +14,8 @@ from typing import Literal
 
 import torch
 
-from lastrow.engine.inputs import EAGER, ForwardResult, InputBatch, Route, StaticFields, StepInputs, StepShape, resolve_inflight
+from lastrow.engine.inputs import EAGER, ForwardResult, InputBatch, Route, StepInputs, StepShape, resolve_inflight
+from lastrow.engine.staging import StaticFields
 from lastrow.kernels.attention import rows_per_tile, tile_config
 from lastrow.kernels.rows import AttentionPlan, QueryRows, max_tiles
 from lastrow.kv.pool import KVPool
@@ -63,6 +64,16 @@ class _Captured:
     fields: StaticFields
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
+
+
+def attention_tile_rows(model: Gemma4Model, pool: KVPool) -> tuple[int, ...]:
+    """Rows per tile of the tiled attention, for each attention shape before the cut."""
+    c, block, dtype = model.config, pool.budget.block_size, model.weights.embed.dtype
+    sizes = set()
+    for layer in range(c.cut):
+        config = tile_config(c.layer_head_dim(layer), block, dtype, pool.reader(layer).is_quantized)
+        sizes.add(rows_per_tile(c.num_attention_heads, c.layer_kv_heads(layer), config))
+    return tuple(sorted(sizes))
 
 
 class CUDAGraphs:
@@ -220,13 +231,7 @@ class CUDAGraphs:
         return dict.fromkeys(("row_positions", "row_seqs", "row_slots"), rows)
 
     def _tile_sizes(self, tokens: int, sequences: int) -> dict[str, int]:
-        """One tile list per attention shape before the cut."""
-        c, block, dtype = self.model.config, self.pool.budget.block_size, self.model.weights.embed.dtype
-        sizes = set()
-        for layer in range(c.cut):
-            config = tile_config(c.layer_head_dim(layer), block, dtype, self.pool.reader(layer).is_quantized)
-            sizes.add(rows_per_tile(c.num_attention_heads, c.layer_kv_heads(layer), config))
-        return {f"tiles_{size}": 5 * max_tiles(tokens, sequences, size) for size in sorted(sizes)}
+        return {f"tiles_{rows}": 5 * max_tiles(tokens, sequences, rows) for rows in self.inputs.tile_rows}
 
     def _fields(self, sizes: dict[str, int]) -> StaticFields:
         """Fields that describe padding only, so that a capture touches nothing."""

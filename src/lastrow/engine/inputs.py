@@ -5,7 +5,6 @@ step needs of an earlier one (block tables, the last sampled token) is kept by s
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,11 +14,11 @@ import torch
 
 from lastrow.core.output import ScheduledRequest, SchedulerOutput
 from lastrow.core.request import Request
-from lastrow.kernels.rows import AttentionPlan, QueryRows, tile_array
+from lastrow.engine.staging import Staging, StaticFields, layout_of, views
+from lastrow.kernels.rows import AttentionPlan, QueryRows, num_split_sequences, tile_array
 from lastrow.models.batch import ForwardBatch
 
-ALIGN = 32  # int32 elements: every field of a step's buffer starts on 128 bytes, so kernels see one pointer alignment
-RING = 8  # staging buffers: a step copies at most three times, one step is in flight
+STEP_FIELDS = 12  # int32 per token at most: ids, positions, slots, rows, tile lists
 TABLE_COLUMNS = 16  # block tables are padded to a multiple of this, so that their stride divides by 16
 
 
@@ -34,18 +33,6 @@ class StepShape:
     context: int
     is_decode: bool
     has_copies: bool
-
-
-class StaticFields:
-    """A step's fields at fixed device addresses, those a captured graph reads. sizes: int32 elements by name. t: name -> view.
-    tiles: rows per tile -> tiles, for the fields `tiles_N`."""
-
-    def __init__(self, sizes: dict[str, int], device: torch.device | str) -> None:
-        self.sizes = sizes
-        self.layout, size = _layout(sizes)
-        self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        self.t = _views(self.buffer, self.layout)
-        self.tiles = {int(name.removeprefix("tiles_")): count // 5 for name, count in sizes.items() if name.startswith("tiles_")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +92,7 @@ class InputBatch:
     block_tables: (full, sliding), each [max_num_seqs + 1, columns] int32 on the device, at one address for good; the last row is
     all null blocks, for padding rows. last_sampled [max_num_seqs + 1] int32 on the device: what each slot's request sampled last,
     the source of ids the host has not seen yet. attention_plans: before and behind the cut, see `QueryRows.plan`. router: where
-    graphs are captured, what chooses them."""
+    graphs are captured, what chooses them. tile_rows: rows per tile of the tiled attention's tile lists, where a backend has one."""
 
     def __init__(
         self,
@@ -114,6 +101,7 @@ class InputBatch:
         block_size: int,
         device: torch.device | str,
         attention_plans: tuple[AttentionPlan, AttentionPlan] = ("auto", "auto"),
+        max_num_batched_tokens: int = 0,
     ) -> None:
         if block_size & (block_size - 1):
             raise ValueError(f"block_size is {block_size}: a power of two is needed")
@@ -129,8 +117,9 @@ class InputBatch:
         self.null_slot = max_num_seqs
         self.last_sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self.router: Router | None = None
+        self.tile_rows: tuple[int, ...] = ()
         self.attention_plans = attention_plans
-        self._staging = _Staging(self.device)
+        self._staging = Staging(self.device, STEP_FIELDS * max(max_num_batched_tokens, max_num_seqs) + self.tables[0].size)
 
     # ------------------------------------------------------------------------------------------------------ slots
     def drop(self, request_ids: Iterable[str]) -> None:
@@ -168,6 +157,8 @@ class InputBatch:
         for static in {id(fields): fields for fields in (route.before, route.behind) if fields is not None}.values():
             self._fill(static, values, plan, slots)
         values |= {"new_full": new_blocks[0], "new_sliding": new_blocks[1], "sample_rows": plan.sample_rows.view(np.int32)}
+        if route.before is None:
+            values |= self._tiles(plan, slots, out.num_decodes)
         taken = {name for fields in (route.before, route.behind) if fields is not None for name in fields.sizes}
         t = self._send({name: value for name, value in values.items() if name not in taken})
         self._write_tables(t)
@@ -220,13 +211,19 @@ class InputBatch:
             field[len(value) :] = padding.get(name, 0)
         self._staging.copy_to(static.buffer)
 
+    def _tiles(self, plan: _RowPlan, slots: np.ndarray, num_decodes: int) -> dict[str, np.ndarray]:
+        """Tile lists of an eager step; made here they travel with the other fields instead of in copies that wait."""
+        first = num_split_sequences(plan.q_lens, num_decodes, self.attention_plans[0])
+        sequence = slots[plan.sequence]
+        return {f"tiles_{rows}": tile_array(plan.q_lens, plan.positions, sequence, rows, first) for rows in self.tile_rows}
+
     def _send(self, values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Fields of what runs eagerly, in one copy."""
-        layout, size = _layout({name: value.size for name, value in values.items()})
+        layout, size = layout_of({name: value.size for name, value in values.items()})
         fields = self._staging.begin(layout, size)
         for name, value in values.items():
             fields[name][:] = value.reshape(-1)
-        return _views(self._staging.to_device(), layout)
+        return views(self._staging.to_device(), layout)
 
     def _batch(
         self, plan: _RowPlan, num_decodes: int, in_flight: bool, copies: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]],
@@ -234,8 +231,9 @@ class InputBatch:
     ) -> ForwardBatch:  # fmt: skip
         ids = resolve_inflight(t["ids"], t["seq_index"], self.last_sampled) if in_flight else t["ids"]
         rows = QueryRows(
-            t["positions"], t["seq_index"], self.block_tables, plan.q_lens, plan.kv_lens, num_decodes, plan=self.attention_plans[0]
-        )
+            t["positions"], t["seq_index"], self.block_tables, plan.q_lens, plan.kv_lens, num_decodes,
+            {rows: t[f"tiles_{rows}"].view(-1, 5) for rows in self.tile_rows}, self.attention_plans[0],
+        )  # fmt: skip
         slots = (t["slots_full"], t["slots_sliding"])
         if not plan.num_rows:
             return ForwardBatch(ids, rows, slots, copies=copies)
@@ -362,70 +360,6 @@ def _copies(parts: Sequence[ScheduledRequest]) -> tuple[list[tuple[int, int, int
         for group, source, destination, tokens in part.copies:
             by_group[group].append((source, destination, tokens))
     return by_group
-
-
-class _Staging:
-    """Host memory of a step, int32, as named fields; pinned and reused on CUDA.
-
-    A buffer is written again only when the copy out of it has finished; enough of them keep the host from ever waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.is_cuda = device.type == "cuda"
-        self._ring: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
-        self._current = torch.empty(0, dtype=torch.int32)
-        self._size = 0
-
-    def begin(self, layout: dict[str, tuple[int, int]], size: int) -> dict[str, np.ndarray]:
-        """Fields at `layout` (offset and elements by name) of `size` int32 elements, uninitialised."""
-        self._size = size
-        self._current = self._buffer(size)
-        array = self._current.numpy()
-        return {name: array[start : start + count] for name, (start, count) in layout.items()}
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        if not self.is_cuda:  # the tensors of a step are views of this memory, so each step gets its own
-            return torch.empty(size, dtype=torch.int32)
-        if len(self._ring) >= RING:
-            buffer, copied = self._ring.popleft()
-            if copied is not None:
-                copied.synchronize()
-            if buffer.numel() >= size:
-                return buffer
-        return torch.empty(max(2 * size, 1 << 16), dtype=torch.int32, pin_memory=True)
-
-    def to_device(self) -> torch.Tensor:
-        """What was written, on the device."""
-        whole = self._current[: self._size]
-        if not self.is_cuda:
-            return whole
-        whole = whole.to(self.device, non_blocking=True)
-        self._copied()
-        return whole
-
-    def copy_to(self, target: torch.Tensor) -> None:
-        """What was written, at a fixed device address."""
-        target.copy_(self._current[: self._size], non_blocking=True)
-        self._copied()
-
-    def _copied(self) -> None:
-        if self.is_cuda:
-            copied = torch.cuda.Event()
-            copied.record()
-            self._ring.append((self._current, copied))
-
-
-def _layout(sizes: dict[str, int]) -> tuple[dict[str, tuple[int, int]], int]:
-    """(offset, elements) of each field, aligned, and the whole size."""
-    offset, layout = 0, {}
-    for name, size in sizes.items():
-        layout[name] = (offset, size)
-        offset += _round_up(size, ALIGN)
-    return layout, offset
-
-
-def _views(buffer: torch.Tensor, layout: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
-    return {name: buffer[start : start + count] for name, (start, count) in layout.items()}
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from lastrow.core.output import Logprob
 from lastrow.engine.transfer import upload
+from lastrow.kernels.head import reference_row_logsumexp
 
 # (row, number of top logprobs or None, explicit ids): what one row asks for
 Wish = tuple[int, int | None, Sequence[int]]
@@ -46,20 +47,42 @@ class LogprobTensors:
         return result
 
 
-def gather_logprobs(logits: torch.Tensor, taken: torch.Tensor, wishes: Sequence[Wish]) -> LogprobTensors:
-    """logits [m, V] fp32 and the token taken in each row, [m]."""
+def best_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """ids [m, count] of the largest logits of each row, best first, ties by id. torch's topk alone leaves open which of several
+    equal logits it takes, and its choice changes with the number of rows; bf16 logits tie often."""
+    size = logits.shape[1]
+    values, ids = logits.topk(count)
+    least = values[:, -1:]
+    every = torch.arange(size, device=logits.device)
+    # the lowest ids among those equal to the last one that made it; `size` stands for none
+    equal = torch.where(logits == least, every, size).topk(count, largest=False).values
+    above = values > least
+    ids = torch.where(above, ids, size)
+    place = torch.arange(count, device=logits.device) - above.sum(-1, keepdim=True)
+    filled = torch.where(place >= 0, equal.sort(-1).values.gather(1, place.clamp_min(0)), ids)
+    by_id = filled.sort(-1).values
+    return by_id.gather(1, logits.gather(1, by_id).sort(dim=-1, descending=True, stable=True).indices)
+
+
+def gather_logprobs(
+    logits: torch.Tensor,
+    taken: torch.Tensor,
+    wishes: Sequence[Wish],
+    row_logsumexp: Callable[[torch.Tensor], torch.Tensor] = reference_row_logsumexp,
+) -> LogprobTensors:
+    """logits [m, V] fp32 and the token taken in each row, [m]. row_logsumexp: [m, V] -> [m], the backend's, whose order of
+    summation does not depend on m."""
     size = logits.shape[1]
     num_top = max((size if k == -1 else k or 0) for _, k, explicit in wishes) if any(not e for _, _, e in wishes) else 0
     num_top = min(num_top, size)
     num_explicit = max(len(explicit) for _, _, explicit in wishes)
-    norm = torch.logsumexp(logits, -1, keepdim=True)
+    norm = row_logsumexp(logits)[:, None]
     taken = taken.to(torch.int64)[:, None]
     own = logits.gather(1, taken)
     ids, values = [taken], [own]
     if num_top:
-        best = logits.topk(num_top)
-        ids.append(best.indices)
-        values.append(best.values)
+        ids.append(best_tokens(logits, num_top))
+        values.append(logits.gather(1, ids[-1]))
     if num_explicit:
         padded = [[*explicit, *[0] * (num_explicit - len(explicit))] for _, _, explicit in wishes]
         ids.append(upload(np.array(padded, np.int64), logits.device))

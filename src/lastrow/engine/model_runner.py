@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def softcap(self, raw_logits: torch.Tensor) -> torch.Tensor: ...
+
+    def row_logsumexp(self, logits: torch.Tensor) -> torch.Tensor: ...
 
     def label_logits(self, hidden: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor: ...
 
@@ -128,12 +130,13 @@ class ModelRunner:
         device: torch.device | str = "cpu",
         encode: Callable[[str], list[int]] | None = None,
         attention_plans: tuple[AttentionPlan, AttentionPlan] = ("auto", "auto"),
+        max_num_batched_tokens: int = 0,
     ) -> None:
         self.model = model
-        self.pool = pool
+        self.pool: Any = pool
         self.device = torch.device(device)
-        self.inputs = InputBatch(max_num_seqs, max_model_len, block_size, device, attention_plans)
-        self.sampler = Sampler(max_num_seqs, vocab_size, device, encode)
+        self.inputs = InputBatch(max_num_seqs, max_model_len, block_size, device, attention_plans, max_num_batched_tokens)
+        self.sampler = Sampler(max_num_seqs, vocab_size, device, encode, model.row_logsumexp)
         self.grammars: dict[str, Grammar] = {}
         self.graphs: GraphRunner | None = None
         self.speculator: Speculator | None = None
@@ -246,7 +249,7 @@ class ModelRunner:
     def _prompt_logprobs(self, hidden: torch.Tensor, rows: list[tuple[int, str, int, int, int]], handle: StepHandle) -> None:
         index, targets = self._on_device([row[0] for row in rows]), self._on_device([row[3] for row in rows])
         wishes = [(row, k, ()) for row, (_, _, _, _, k) in enumerate(rows)]
-        tensors = gather_logprobs(self.model.logits(hidden[index]), targets, wishes)
+        tensors = gather_logprobs(self.model.logits(hidden[index]), targets, wishes, self.model.row_logsumexp)
         handle.prompt_logprobs.append(([(request_id, position) for _, request_id, position, _, _ in rows], tensors))
 
     def _label_logits(

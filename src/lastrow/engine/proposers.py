@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,8 +71,8 @@ class AssistantProposer:
     cost = 0.1
 
     def __init__(self, assistant: Drafter, pool: KVPool, block_tables: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.assistant = assistant
-        self.pool = pool
+        self.assistant: Any = assistant
+        self.pool: Any = pool
         self.block_tables = block_tables
 
     def start(self, rows: DraftRows, hidden: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor | None:
@@ -98,7 +98,7 @@ class AssistantProposer:
         """Nothing is kept between steps."""
 
     def drop_pool(self) -> None:
-        self.pool = self.assistant = None  # pyright: ignore[reportAttributeAccessIssue]  no step runs before use_pool
+        self.pool = self.assistant = None  # no step runs before use_pool
 
     def use_pool(self, assistant: Drafter, pool: KVPool) -> None:
         """assistant: the drafter again, or steps of it captured over `pool`."""

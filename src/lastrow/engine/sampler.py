@@ -18,17 +18,25 @@ from lastrow.engine.footprint import MAX_ELEMENTS
 from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
 from lastrow.engine.sampling_state import EDITS, LOGPROBS, RANDOM, Grammar, RequestSampling, uniforms
 from lastrow.engine.transfer import upload
+from lastrow.kernels.head import reference_row_logsumexp
 
 WEIGHT_UNIT = 2.0**40  # a 2^18-token row then sums to at most 2^58
 CDF_BLOCK = 512  # the cumulative sum is searched in two levels: blocks, then inside one
 
 
 class Sampler:
-    """Parameters by slot. device: where logits live. encode: text -> ids without BOS, for bad_words."""
+    """Parameters by slot. device: where logits live. encode: text -> ids without BOS, for bad_words. row_logsumexp: the backend's,
+    for logprobs."""
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, device: torch.device | str, encode: Callable[[str], list[int]] | None = None
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str,
+        encode: Callable[[str], list[int]] | None = None,
+        row_logsumexp: Callable[[torch.Tensor], torch.Tensor] = reference_row_logsumexp,
     ) -> None:
+        self.row_logsumexp = row_logsumexp
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.encode = encode
@@ -81,7 +89,7 @@ class Sampler:
             return ids, None
         wishes = [(int(row), self.states[slots[row]]) for row in wanting]
         taken = ids if len(wanting) == len(slots) else ids[upload(wanting, self.device)]
-        return ids, gather_logprobs(raw, taken, [(row, s.num_logprobs, s.logprob_token_ids) for row, s in wishes if s])
+        return ids, gather_logprobs(raw, taken, [(row, s.num_logprobs, s.logprob_token_ids) for row, s in wishes if s], self.row_logsumexp)
 
     def _draw(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
         step = max(1, MAX_ELEMENTS // logits.shape[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ def pin(t: torch.Tensor) -> torch.Tensor:
 
     torch's pin_memory() rounds a size up to a power of two, 8.6 GB for the 4.7 GB table of E2B; registering pages does not."""
     host = torch.empty(t.shape, dtype=t.dtype).copy_(t)
-    runtime, address, size = torch.cuda.cudart(), host.data_ptr(), host.numel() * host.element_size()
+    runtime: Any = torch.cuda.cudart()
+    address, size = host.data_ptr(), host.numel() * host.element_size()
     error = int(runtime.cudaHostRegister(address, size, 0))
     if error:
         raise RuntimeError(f"{size:,} bytes of host memory cannot be page-locked (cudaHostRegister: {error}): use embed_weights=device")

@@ -86,6 +86,14 @@ class ReferenceOps:
         self.counts["head"] += 1
         return head.reference(h, table, cap)
 
+    def softcap(self, logits, cap):
+        self.counts["softcap"] += 1
+        return head.softcap(logits, cap)
+
+    def row_logsumexp(self, logits):
+        self.counts["row_logsumexp"] += 1
+        return head.reference_row_logsumexp(logits)
+
     def head_argmax(self, h, table):
         self.counts["head_argmax"] += 1
         return F.linear(h, table).argmax(-1)

@@ -59,10 +59,43 @@ def triton(
     h: torch.Tensor, table: torch.Tensor, cap: float | None, linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear
 ) -> torch.Tensor:
     """`reference`: `linear`, then one pass to fp32 with the softcap."""
-    x = linear(h, table)
-    out = torch.empty(x.shape, device=x.device, dtype=torch.float32)
+    return triton_softcap(linear(h, table), cap)
+
+
+def triton_softcap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """`softcap` as `triton` does it, bit for bit."""
+    out = torch.empty(logits.shape, device=logits.device, dtype=torch.float32)
     if out.numel():
-        softcap_kernel[(cdiv(out.numel(), 2048),)](x, out, cap or 1.0, out.numel(), cap is not None, 2048, num_warps=8)
+        softcap_kernel[(cdiv(out.numel(), 2048),)](logits, out, cap or 1.0, out.numel(), cap is not None, 2048, num_warps=8)
+    return out
+
+
+@jit
+def row_logsumexp_kernel(logits_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """program: one row, in blocks of ascending ids."""
+    row = logits_ptr + tl.program_id(0).to(tl.int64) * size
+    i = tl.arange(0, BLOCK)
+    m = -float("inf")
+    total = 0.0
+    for start in range(0, size, BLOCK):
+        x = tl.load(row + start + i, mask=start + i < size, other=-float("inf"))
+        m_new = tl.maximum(m, tl.max(x, 0))
+        total = total * tl.exp2((m - m_new) * L2E) + tl.sum(tl.exp2((x - m_new) * L2E), 0)
+        m = m_new
+    tl.store(out_ptr + tl.program_id(0), m + tl.log2(total) / L2E)
+
+
+def reference_row_logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    """logits [R, V] fp32 -> log sum exp of each row, [R]."""
+    return torch.logsumexp(logits, -1)
+
+
+def triton_row_logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    """`reference_row_logsumexp` in one order of summation, however many rows there are (torch's reduction divides a row among
+    blocks when there are few rows)."""
+    out = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
+    if out.numel():
+        row_logsumexp_kernel[(out.numel(),)](logits, out, logits.shape[1], 4096, num_warps=8)
     return out
 
 

@@ -51,11 +51,7 @@ class QueryRows:
     @property
     def num_split_sequences(self) -> int:
         """Leading sequences whose rows the split kernel takes."""
-        if self.plan == "tiled":
-            return 0
-        if self.plan == "rows" or max(self.q_lens[self.num_single :], default=0) <= FEW_ROWS:
-            return len(self.q_lens)
-        return self.num_single
+        return num_split_sequences(self.q_lens, self.num_single, self.plan)
 
     def tile_list(self, rows_per_tile: int) -> torch.Tensor:
         """The tiles of the sequences behind the split ones, built on first use."""
@@ -66,6 +62,15 @@ class QueryRows:
             columns = (first, count, self.seq_index[first], self.positions[first], self.positions[first + count - 1])
             self.tiles[rows_per_tile] = torch.stack(columns, 1)
         return self.tiles[rows_per_tile]
+
+
+def num_split_sequences(q_lens: Sequence[int], num_single: int, plan: AttentionPlan) -> int:
+    """Of sequences with q_lens rows, the leading ones whose rows the split kernel takes; the tiled one takes the rest."""
+    if plan == "tiled":
+        return 0
+    if plan == "rows" or max(q_lens[num_single:], default=0) <= FEW_ROWS:
+        return len(q_lens)
+    return num_single
 
 
 def tile_array(

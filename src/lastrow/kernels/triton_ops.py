@@ -193,6 +193,14 @@ class TritonOps:
         self.counts["head"] += 1
         return head.triton(h, table, cap, self.linear)
 
+    def softcap(self, logits, cap):
+        self.counts["softcap"] += 1
+        return head.triton_softcap(logits, cap)
+
+    def row_logsumexp(self, logits):
+        self.counts["row_logsumexp"] += 1
+        return head.triton_row_logsumexp(logits)
+
     def head_argmax(self, h: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Greedy token of each row, [R] int64, without fp32 logits: the softcap is monotone. Ties go to the lower id."""
         self.counts["head_argmax"] += 1

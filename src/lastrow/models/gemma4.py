@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from lastrow.kernels.add_norm import rms_norm
-from lastrow.kernels.head import softcap
 from lastrow.kernels.ops import Ops
 from lastrow.kernels.rope import rope_table
 from lastrow.kernels.rows import QueryRows
@@ -178,7 +177,11 @@ class Gemma4Model:
 
     def softcap(self, raw_logits: torch.Tensor) -> torch.Tensor:
         """[R, V] from `raw_logits` -> softcapped fp32 logits, as `logits` gives them."""
-        return softcap(raw_logits, self.config.final_logit_softcapping)
+        return self.ops.softcap(raw_logits, self.config.final_logit_softcapping)
+
+    def row_logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits [R, V] fp32 -> logsumexp of each row, [R]."""
+        return self.ops.row_logsumexp(logits)
 
     def label_logits(self, hidden: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] -> softcapped fp32 logits [R, n] of label_ids [n] int64 only."""
