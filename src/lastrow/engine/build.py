@@ -98,7 +98,7 @@ class PoolBinder:
             runner.speculator.proposer.use_pool(self.drafter(runner), runner.pool)
 
     def capture(self, runner: ModelRunner) -> None:
-        if runner.pool is not None and isinstance(self.model.ops, TritonOps):
+        if isinstance(self.model.ops, TritonOps):
             runner.inputs.tile_rows = attention_tile_rows(self.model, runner.pool)
         if self.captures:
             graphs = CUDAGraphs(self.model, runner.pool, runner.inputs, self.buckets)
