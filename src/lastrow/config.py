@@ -113,6 +113,9 @@ class EngineConfig:
     max_num_seqs: int = _flag(256, "most requests in one step", size=True)
     max_num_batched_tokens: int | None = _flag(None, "most tokens in one step; default: 8192 on a CPU, 65536 on a GPU", size=True)
     max_prefill_seqs: int | None = _flag(None, "most prompts that share one prefill forward; default: no limit of its own", size=True)
+    max_prefill_tokens_while_decoding: int | None = _flag(
+        None, "most prompt tokens in a step that also decodes, to bound the time between two tokens; default: no bound", size=True
+    )
     scheduling_policy: str = _flag("fcfs", "order of waiting requests", choices=SCHEDULING_POLICIES)
     block_size: int | None = _flag(None, "tokens of one K/V block; default: 16 on a CPU, 64 on a GPU")
     kv_cache_dtype: str = _flag("auto", "storage of keys and values; auto is the model's dtype", choices=KV_CACHE_DTYPES)
@@ -165,7 +168,8 @@ class EngineConfig:
             need(not choices or value is None or value in choices, item.name, f"one of {', '.join(choices)} is needed")
         need(bool(self.model), "model", "a folder, a hub id or tiny-e is needed")
         need(_is_count(self.max_num_seqs), "max_num_seqs", "a positive integer is needed")
-        for name in ("max_model_len", "max_prefill_seqs", "kv_cache_memory_bytes", "max_num_batched_tokens", "block_size"):
+        counts = ("max_model_len", "max_prefill_seqs", "max_prefill_tokens_while_decoding", "kv_cache_memory_bytes")
+        for name in (*counts, "max_num_batched_tokens", "block_size"):
             value = getattr(self, name)
             need(value is None or _is_count(value), name, "None or a positive integer is needed")
         need(self.block_size is None or self.block_size & (self.block_size - 1) == 0, "block_size", "a power of two is needed")

@@ -133,6 +133,22 @@ def test_decodes_come_first_and_a_prompt_fills_the_rest_of_the_step() -> None:
     harness.drain()
 
 
+def test_prefill_is_bounded_in_steps_that_decode_and_only_there() -> None:
+    harness = make(max_num_batched_tokens=100, max_prefill_tokens_while_decoding=6)
+
+    def step() -> list[tuple[str, int, int]]:
+        scheduled = shape(harness.schedule())
+        harness.deliver()
+        return scheduled
+
+    harness.add(harness.request([1] * 20, max_tokens=4, request_id="a"))
+    assert step() == [("a", 0, 20)], "nothing decodes yet"
+    harness.add(harness.request([2] * 10, max_tokens=2, request_id="b"))
+    assert step() == [("a", 20, 1), ("b", 0, 6)]
+    assert step() == [("a", 21, 1), ("b", 6, 4)]
+    harness.drain()
+
+
 def test_at_most_max_prefill_seqs_prompts_share_a_step_and_chunks_count() -> None:
     harness = make(max_num_batched_tokens=10, max_prefill_seqs=1)
     for length in (14, 2, 2):

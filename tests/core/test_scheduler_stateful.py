@@ -41,6 +41,7 @@ def random_harness(rng: random.Random) -> Harness:
         max_num_batched_tokens=max(tokens, max_seqs, 0 if chunked else longest),
         max_model_len=longest,
         max_prefill_seqs=rng.choice([None, None, 1, 2]),
+        max_prefill_tokens_while_decoding=rng.choice([None, None, 1, 5]),
         enable_chunked_prefill=chunked,
     )
     return Harness(

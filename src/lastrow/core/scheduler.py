@@ -21,16 +21,18 @@ from lastrow.core.stats import SchedulerCounters, SchedulerStats
 class SchedulerConfig:
     """max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step. max_model_len: prompt and output of
     one request. max_prefill_seqs: prompts (or parts of prompts) that share one step; None is max_num_seqs.
-    enable_chunked_prefill: whether a prompt may be computed in several steps. Raises ValueError."""
+    enable_chunked_prefill: whether a prompt may be computed in several steps. max_prefill_tokens_while_decoding: prompt tokens of a
+    step that also decodes, which bounds the time between two tokens of a stream; None: no bound of its own. Raises ValueError."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
     max_model_len: int = 8192
     max_prefill_seqs: int | None = None
     enable_chunked_prefill: bool = True
+    max_prefill_tokens_while_decoding: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_seqs"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_seqs", "max_prefill_tokens_while_decoding"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: at least 1 is needed")
@@ -246,7 +248,10 @@ class Scheduler:
 
     def _schedule_running(self, step: _Step) -> None:
         work = [(request, *self._num_to_compute(request)) for request in self.running]
-        step.reserved = sum(1 for request, tokens, drafts in work if request.samples and tokens - drafts == 1)
+        decodes = [tokens for request, tokens, drafts in work if request.samples and tokens - drafts == 1]
+        step.reserved = len(decodes)
+        if decodes and self.config.max_prefill_tokens_while_decoding is not None:
+            step.budget = min(step.budget, sum(decodes) + self.config.max_prefill_tokens_while_decoding)
         for request, tokens, drafts in work:
             is_decode = request.samples and tokens - drafts == 1
             step.reserved -= is_decode

@@ -213,5 +213,6 @@ def make_scheduler(config: EngineConfig, plan: MemoryForecast, max_model_len: in
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_prefill_seqs=config.max_prefill_seqs,
+        max_prefill_tokens_while_decoding=config.max_prefill_tokens_while_decoding,
     )
     return Scheduler(limits, make_kv_manager(plan, config.enable_prefix_caching))
