@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -136,6 +137,7 @@ def pack_layer(config: Gemma4Config, i: int, get: Callable[[str], torch.Tensor],
         qkv.append(get("self_attn.k_proj.weight"))
         if not config.layer_k_eq_v(i):
             qkv.append(get("self_attn.v_proj.weight"))
+    norms: Any = {field: get(name) for field, name in LAYER_NORMS.items()}
     layer = LayerWeights(
         qkv=torch.cat(qkv) if len(qkv) > 1 else qkv[0],
         o=get("self_attn.o_proj.weight"),
@@ -144,7 +146,7 @@ def pack_layer(config: Gemma4Config, i: int, get: Callable[[str], torch.Tensor],
         gate_up=pack_gate_up(get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")),
         down=get("mlp.down_proj.weight"),
         scalar=get("layer_scalar"),
-        **{field: get(name) for field, name in LAYER_NORMS.items()},
+        **norms,
     )
     if config.has_ple:
         layer.ple_gate = get("per_layer_input_gate.weight")
