@@ -2,7 +2,8 @@
 
     python eval_assistant.py --assistant DIR [--tokens 4] [--heldout FILE] [--limit N]
 
-Mean accepted length: tokens that a verification brought (drafts that stood and one more, cut at the stop token), over all verifications."""
+Two numbers per verification: accepted length, the drafts that stood plus one (vLLM's mean acceptance length; drafts behind a stop token
+do not count as standing), and tokens emitted, which a stop token among the drafts cuts."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from lastrow import LLM, SamplingParams
+from lastrow.core.stats import SpecDecodeStats
 
 HELDOUT = Path(__file__).parents[2] / "src" / "lastrow" / "assets" / "tiny-e" / "heldout.jsonl"
 
@@ -33,21 +35,24 @@ def main() -> None:
         by_task[row["task"]].append(row)
     method = {"model": a.assistant} if a.assistant else {"method": "ngram"}
     llm = LLM("tiny-e", max_model_len=1200, speculative_config={**method, "num_speculative_tokens": a.tokens, "adaptive": False})
-    speculator, total = llm.engine.runner.speculator, [0, 0, 0, 0]
+    speculator, total, same_in_all = llm.engine.runner.speculator, SpecDecodeStats(), 0
     for task, rows in by_task.items():
         rows = rows[: a.limit]
         params = [SamplingParams(temperature=0.0, max_tokens=48 if task in ("prose", "recite") else 200) for _ in rows]
-        speculator.stats = type(speculator.stats)()
+        s = speculator.stats = SpecDecodeStats()
         outputs = llm.generate([row["prompt_ids"] for row in rows], params)
         same = sum(out.outputs[0].token_ids == row["output_ids"] for out, row in zip(outputs, rows, strict=True))
-        s = speculator.stats
         rates = " ".join(f"{rate:.2f}" for rate in s.acceptance_rates)
-        print(
-            f"{task:12} {same}/{len(rows)} same, {s.num_drafts:5} verifications, {s.mean_accepted_length:.2f} tokens each; {rates}",
-            flush=True,
-        )
-        total = [x + y for x, y in zip(total, (s.num_emitted_tokens, s.num_drafts, same, len(rows)), strict=True)]
-    print(f"all: {total[2]}/{total[3]} same, mean accepted length {total[0] / total[1]:.3f} over {total[1]} verifications")
+        print(f"{task:12} {same}/{len(rows)} same, {describe(s)}; by position {rates}", flush=True)
+        same_in_all += same
+        for name in ("num_drafts", "num_accepted_tokens", "num_emitted_tokens"):
+            setattr(total, name, getattr(total, name) + getattr(s, name))
+    print(f"all          {same_in_all}/{sum(len(rows[: a.limit]) for rows in by_task.values())} same, {describe(total)}")
+
+
+def describe(s: SpecDecodeStats) -> str:
+    accepted = 1 + s.num_accepted_tokens / max(s.num_drafts, 1)
+    return f"{s.num_drafts:5} verifications, accepted length {accepted:.3f}, emitted {s.mean_accepted_length:.3f}"
 
 
 if __name__ == "__main__":
