@@ -187,9 +187,9 @@ def test_every_engine_option_is_a_flag(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_flags_reach_the_engine(llm: type[ScriptedLLM]) -> None:
     flags = ["--no-enable-prefix-caching", "--enforce-eager", "--kv-cache-dtype", "int8_per_token_head", "--kv-cache-memory-bytes", "2G"]
-    assert main(["generate", "--shape", "e2b", "--gpu-memory-utilization", "0.5", *flags, "tiny-e", "x"]) == 0
+    assert main(["generate", "--load-format", "dummy", "--gpu-memory-utilization", "0.5", *flags, "tiny-e", "x"]) == 0
     want = {"enable_prefix_caching": False, "enforce_eager": True, "kv_cache_dtype": "int8_per_token_head"}
-    want |= {"kv_cache_memory_bytes": 2 * 2**30, "shape": "e2b", "load_format": "dummy", "gpu_memory_utilization": 0.5}
+    want |= {"kv_cache_memory_bytes": 2 * 2**30, "load_format": "dummy", "gpu_memory_utilization": 0.5}
     assert llm.config == EngineConfig(**want)
 
 
@@ -210,6 +210,9 @@ MISTAKES = {
     "no such shape": (["info", "--shape", "e9b"], "--shape: invalid choice: 'e9b'"),
     "no such picture": (["info", "--plot", "a.bmp"], "must end in .svg"),
     "no such folder": (["info", "--plot", "/nope/a.svg"], "/nope/a.svg"),
+    "no memory": (["info", "--memory", "-5"], "memory is -5: a positive size"),
+    "a text for a shape without a tokenizer": (["generate", "tiny-e", "x", "--shape", "e2b"], "no tokenizer: give a checkpoint folder"),
+    "a chat with a shape": (["chat", "--shape", "e2b"], "no tokenizer: give a checkpoint folder"),
 }
 
 
@@ -267,6 +270,13 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     process.stdout.close()
     assert process.wait(60) == 0
     assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(("redirect", "code", "says"), [(">/dev/full", 2, "No space left"), (">&-", 0, "")])
+def test_an_output_that_takes_nothing_is_no_traceback(redirect: str, code: int, says: str) -> None:
+    env = {**os.environ, "PYTHONPATH": str(TINY_E.parents[2])}
+    done = subprocess.run(["sh", "-c", f'"{sys.executable}" -m lastrow info {redirect}'], env=env, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == code and says in done.stderr and done.stderr.count("\n") == bool(says)
 
 
 def test_ctrl_c_is_quiet() -> None:

@@ -109,7 +109,7 @@ def test_damaged_checkpoints_are_one_line(tiny_e: Path, tmp_path: Path, capsys: 
     [
         (["generate", "tiny-e", "x", "--max-model-len", "1m"], "made for 4096 positions"),
         (["generate", "tiny-e", "word " * 100, "--max-model-len", "64"], "64"),
-        (["generate", "tiny-e", "x", "--shape", "e2b-eighth"], "prompt_token_ids"),
+        (["generate", "tiny-e", "x", "--shape", "e2b-eighth"], "no tokenizer"),
         (["generate", "tiny-e", "x", "--kv-cache-memory-bytes", "1k"], "kv_cache_memory_bytes"),
     ],
 )

@@ -116,6 +116,13 @@ def test_a_bad_heldout_line_is_named_with_its_number(tmp_path: Path, line: str) 
         read_heldout(file, tmp_path)
 
 
+def test_heldout_ids_beyond_the_vocabulary_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "items.jsonl"
+    file.write_text('{"prompt_ids": [2, 4096], "output_ids": [1], "task": "chat", "id": 7}\n', encoding="utf-8")
+    assert main(["parity", "tiny-e", "--heldout", str(file), "--skip-transformers"]) == 2
+    assert "held-out item chat 7: ids from 0 to 4095 are needed" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------------ the comparison
 def test_a_comparison_fails_on_nan_on_no_cases_and_on_a_clear_token_only() -> None:
     tolerance, _ = NOISE["float32"]

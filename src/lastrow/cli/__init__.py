@@ -6,6 +6,7 @@ A command is a module with `add_arguments(parser)` and `run(args) -> int | None`
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,11 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     return module.run(parser.parse_intermixed_args(argv)) or 0
 
 
+def _drop_output() -> None:
+    """Send what stdout still holds nowhere: Python would fail on it again while it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, or the command's own code; 2 after a user's mistake, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -72,16 +78,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.parse_args(argv)
             parser.error(f"no command: one of {', '.join(COMMANDS)} is needed")
         code = run_command(argv[0], argv[1:])
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller: `lastrow ... >&-`
+            sys.stdout.flush()
         return code
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `lastrow ... | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
     except (ValueError, OSError) as error:  # ConfigError, TokenizerError, WeightsError, SamplingParams: all say what is wrong
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _drop_output()
         try:
             fail(str(error) or type(error).__name__)
         except SystemExit:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import lastrow
 
-    llm = lastrow.LLM(**engine_options(args))
+    llm = lastrow.LLM(**engine_options(args, text=True))
     params = sampling_params(args, llm.get_default_sampling_params(), skip_special_tokens=False)
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages: list[dict[str, Any]] = list(system)
@@ -69,7 +69,7 @@ def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, th
         print(show.update(output.outputs[0].text, output.finished), end="", flush=True)
     if output is None:
         raise ValueError("the engine ended without an answer")
-    print()
+    print(flush=True)  # before the summary also where both go into one pipe
     return show.answer, output
 
 

@@ -22,10 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    options = engine_options(args, text=True)
     prompts = args.prompts or _from_stdin(args.lines)
     import lastrow
 
-    llm = lastrow.LLM(**engine_options(args))
+    llm = lastrow.LLM(**options)
     params = sampling_params(args, llm.get_default_sampling_params(), n=args.n)
     start = time.perf_counter()
     if len(prompts) == 1 and args.n == 1 and not args.json:
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> None:
                 continue
             for completion in output.outputs:
                 print(f"[{output.prompt}] {completion.text}")
+    print(end="", flush=True)  # before the summary also where both go into one pipe
     print(summary(outputs, time.perf_counter() - start), file=sys.stderr)
 
 

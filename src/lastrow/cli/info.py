@@ -7,6 +7,7 @@ import json
 
 from lastrow.cli.options import add_engine_flags, add_model, engine_options, size
 from lastrow.config import EngineConfig
+from lastrow.models.config import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,8 @@ def run(args: argparse.Namespace) -> None:
     from lastrow.weights.resolve import resolve_model
 
     engine = EngineConfig(**engine_options(args))
+    if args.memory is not None and args.memory <= 0:
+        raise ConfigError(f"memory is {args.memory}: a positive size is needed")
     engine = engine.for_device(on_gpu=engine.device != "cpu")  # memory is that of a card unless --device cpu says otherwise
     config = named_shape(engine.shape) if engine.shape else from_file(resolve_model(engine.model, engine.revision, config_only=True))
     document = describe(

@@ -10,6 +10,7 @@ from typing import Any
 
 from lastrow.config import EngineConfig, parse_size
 from lastrow.core.sampling_params import SamplingParams
+from lastrow.models.config import ConfigError
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
 
@@ -55,13 +56,15 @@ def add_flag(group: Any, name: str, hint: Any, default: Any, metadata: Any) -> N
     group.add_argument(flag, default=argparse.SUPPRESS, **options)
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+def engine_options(args: argparse.Namespace, text: bool = False) -> dict[str, Any]:
     """The engine flags that were given, as keyword arguments of EngineConfig and LLM; --shape implies --load-format dummy.
 
-    Raises ConfigError at once, before torch is imported and a model is loaded."""
+    text: the command needs a tokenizer. Raises ConfigError at once, before torch is imported and a model is loaded."""
     options = {item.name: getattr(args, item.name) for item in dataclasses.fields(EngineConfig) if hasattr(args, item.name)}
     if options.get("shape"):
         options.setdefault("load_format", "dummy")
+        if text:
+            raise ConfigError(f"shape {options['shape']!r} has dummy weights and no tokenizer: give a checkpoint folder or hub id as MODEL")
     EngineConfig(**options)
     return options
 

@@ -115,6 +115,9 @@ class Parity:
         self.device = choose_device(engine.device)
         self.dtype = choose_dtype(engine.dtype, self.device)
         self.heldout = read_heldout(options.heldout, self.folder)
+        for d in self.heldout:
+            if not all(0 <= i < self.config.vocab_size for i in (*d["prompt_ids"], *d["output_ids"])):
+                raise ConfigError(f"held-out item {d['task']} {d['id']}: ids from 0 to {self.config.vocab_size - 1} are needed")
         rng = random.Random(options.seed)
         self.random_prompts = [self._random_prompt(rng, n) for n in self._lengths()]
         self.longest = max(map(len, (*self.random_prompts, *(d["prompt_ids"] + d["output_ids"] for d in self.heldout))))
