@@ -18,6 +18,8 @@ from lastrow.engine.llm import LLM
 
 # The issue's bound. Measured on 200 held-out decisions: 8e-6 (tools/decisions/table.py); fp32 sums in another order.
 TOLERANCE = 1e-4
+# Sums in another order, over labels of up to three tokens; measured 3e-5 at most. A wrong token or row moves some score by more than 0.01.
+LOG_TOLERANCE = 1e-3
 PROSE = "The red lamp arrived on Monday and the box holds a manual. "
 TEAM = {"name": "team", "type": "choice", "instructions": "Which team should handle this?", "choices": ["Billing", "Shipping", "Sales"]}
 SPAM = {"name": "spam", "type": "predicate", "instructions": "Is this message spam?"}
@@ -35,6 +37,11 @@ STATES = ["Message: I was charged twice for the lamp.", "my parcel with the lamp
 
 def probabilities(output: DecisionOutput) -> list[float]:
     return [p for answer in output.answers for p in answer.probabilities]
+
+
+def log_scores(output: DecisionOutput) -> list[float]:
+    """They show what saturated probabilities hide."""
+    return [log for answer in output.answers for log in answer.log_scores]
 
 
 # ------------------------------------------------------------------------------------------------------ right and useful
@@ -118,7 +125,7 @@ def test_together_or_one_question_at_a_time_is_the_same(llm: LLM, options: dict[
     together = engine.decide(STATES, MIXED, label_mass=True, use_tqdm=False)
     for state, output in zip(STATES, together, strict=True):
         alone = [llm.decide(state, [question], label_mass=True).answers[0] for question in MIXED]
-        assert probabilities(output) == pytest.approx([p for answer in alone for p in answer.probabilities], abs=1e-5)
+        assert log_scores(output) == pytest.approx([log for answer in alone for log in answer.log_scores], abs=LOG_TOLERANCE)
         assert [a.label_mass for a in output.answers] == pytest.approx([a.label_mass for a in alone], abs=1e-5)
     engine.engine.scheduler.kv.check_integrity(())
 
@@ -130,19 +137,23 @@ def test_a_step_in_flight_changes_nothing(llm: LLM) -> None:
     outputs = late.decide(STATES * 4, MIXED, diagnostics=True, use_tqdm=False)
     expected = llm.decide(STATES, MIXED, diagnostics=True, use_tqdm=False)
     for i, output in enumerate(outputs):
-        assert probabilities(output) == pytest.approx(probabilities(expected[i % 3]), abs=1e-5)
+        assert log_scores(output) == pytest.approx(log_scores(expected[i % 3]), abs=LOG_TOLERANCE)
         assert [a.argmax_is_label for a in output.answers] == [a.argmax_is_label for a in expected[i % 3].answers]
     late.engine.scheduler.kv.check_integrity(())
 
 
-def test_a_small_pool_changes_nothing(llm: LLM) -> None:
-    """Blocks for about two states: forks are recomputed where they do not fit."""
+def test_forks_that_lose_their_blocks_are_computed_again(llm: LLM) -> None:
+    """Blocks for little more than one prompt: what forks share is taken back before they start."""
     block = 16 * 2 * (64 * 2 + 32 * 2 * 4)
-    small = LLM("tiny-e", max_model_len=256, kv_cache_memory_bytes=40 * block, max_num_batched_tokens=256, max_num_seqs=64)
-    outputs = small.decide(STATES * 4, MIXED, use_tqdm=False)
-    expected = llm.decide(STATES, MIXED, use_tqdm=False)
+    small = LLM("tiny-e", max_model_len=256, kv_cache_memory_bytes=22 * block, max_num_seqs=64, enable_prefix_caching=False)
+    states = [PROSE * 6 + state for state in STATES]
+    made = small.decider.question_set(MIXED)
+    planned = sum(unit.num_own_tokens for state in states * 2 for unit in made.plan(state).units)
+    outputs = small.decide(states * 2, made, use_tqdm=False)
+    assert small.engine.runner.stats.rows_given > planned  # else the pool was large enough
+    expected = llm.decide(states, MIXED, use_tqdm=False)
     for i, output in enumerate(outputs):
-        assert probabilities(output) == pytest.approx(probabilities(expected[i % 3]), abs=1e-5)
+        assert log_scores(output) == pytest.approx(log_scores(expected[i % 3]), abs=LOG_TOLERANCE)
     small.engine.scheduler.kv.check_integrity(())
 
 
