@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -169,6 +170,20 @@ def test_streams_and_calls_that_take_turns_each_get_all_of_theirs(llm: LLM) -> N
     assert [seen[-1].finished for seen in parts] == [True, True]
     assert [seen[-1].outputs[0].text for seen in parts] == alone[:2]
     assert not llm.engine.has_unfinished_requests
+
+
+def test_threads_that_share_an_llm_get_what_each_gets_alone(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24)
+    texts = ["In the beginning", "And God said", "The king", "What is"]
+    alone = [output.outputs[0].text for output in llm.generate(texts, params, use_tqdm=False)]
+
+    def work(place: int) -> list[str]:
+        if place % 2:
+            return [list(llm.stream(texts[place], params))[-1].outputs[0].text for _ in range(3)]
+        return [output.outputs[0].text for _ in range(3) for output in llm.generate(texts[place], params, use_tqdm=False)]
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        assert list(pool.map(work, range(len(texts)))) == [[text] * 3 for text in alone]
 
 
 def test_a_stream_that_nobody_reads_ends_with_its_iterator(llm: LLM) -> None:

@@ -5,12 +5,14 @@ on the device. Where the scheduler needs the tokens first (penalties, grammars, 
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -27,7 +29,18 @@ from lastrow.engine.structured_output import GrammarBackend
 from lastrow.models.config import ConfigError
 from lastrow.tokenizer import Tokenizer
 
+P = ParamSpec("P")
+T = TypeVar("T")
 IDLE_STEPS = 3  # empty steps in a row, nothing in flight, before the watchdog speaks: one may pass while blocks change hands
+
+
+def _one_at_a_time(method: Callable[Concatenate[LLMEngine, P], T]) -> Callable[Concatenate[LLMEngine, P], T]:
+    @wraps(method)
+    def locked(self: LLMEngine, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
 
 
 class EngineStuck(RuntimeError):
@@ -35,7 +48,7 @@ class EngineStuck(RuntimeError):
 
 
 class LLMEngine:
-    """scheduler, runner and tokenizer (None: token ids only) behind one door. Not thread-safe.
+    """scheduler, runner and tokenizer (None: token ids only) behind one door. Threads may share it through add_request, step_for and abort.
 
     stop_token_ids: what ends an answer unless ignore_eos. seed: from which requests without a seed get theirs.
     async_scheduling: keep one step in flight (default: on CUDA). cache: what can rebuild the pool (None: nothing can)."""
@@ -66,10 +79,12 @@ class LLMEngine:
         self._num_requests = 0
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._kept: dict[str, RequestOutput] = {}
+        self._lock = threading.RLock()
         self._idle_steps = 0
         self._grammars: GrammarBackend | None = None
 
     # ------------------------------------------------------------------------------------------------------ requests
+    @_one_at_a_time
     def add_request(
         self,
         request_id: str,
@@ -197,6 +212,7 @@ class LLMEngine:
         need(params.max_tokens != 0 or params.n == 1, f"n is {params.n} with max_tokens=0: there is one answer")
         return shared + own
 
+    @_one_at_a_time
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests in any state and give their blocks back. Returns their last outputs; unknown ids are ignored."""
         last = []
@@ -254,6 +270,7 @@ class LLMEngine:
             outputs += self._read_oldest()
         return outputs
 
+    @_one_at_a_time
     def step_for(self, mine: Set[str] | Mapping[str, object]) -> list[RequestOutput]:
         """`step` for one of several readers that take turns: outputs of the requests in `mine`, first those that another reader's
         steps brought. Of a request that streams, only the newest output is kept for its reader."""
@@ -267,6 +284,7 @@ class LLMEngine:
                 self._kept[output.request_id] = output
         return outputs
 
+    @_one_at_a_time
     def is_open(self, request_id: str) -> bool:
         """True while a request runs or its last output waits for its reader's `step_for`."""
         return request_id in self.outputs.groups or request_id in self._kept
@@ -277,6 +295,7 @@ class LLMEngine:
         speculator = self.runner.speculator
         return 0 if speculator is not None and speculator.is_drafting else self.depth
 
+    @_one_at_a_time
     def launch_ahead(self) -> None:
         """Launch a step without reading one, where the device works by itself and has nothing to do."""
         if self.depth and not self._in_flight:

@@ -36,7 +36,7 @@ class LLM:
     """A model ready to generate.
 
     model: a folder, a hub id, or `tiny-e`. options: fields of `lastrow.config.EngineConfig`. A request ends at the model's stop
-    ids: those of generation_config and 1, 106, 50. Streams and other calls may take turns; threads may not.
+    ids: those of generation_config and 1, 106, 50. Calls and streams may take turns, in one thread or in several.
     Raises ConfigError, TokenizerError or WeightsError with the reason."""
 
     def __init__(self, model: str = "tiny-e", **options: Any) -> None:
@@ -193,8 +193,8 @@ class LLM:
             finished = [output for output in self.engine.step_for(left) if output.finished]
             left.difference_update(output.request_id for output in finished)
             yield from finished
-            if left and not (finished or self.engine.has_unfinished_requests):
-                raise RuntimeError(f"{len(left)} requests were ended from outside this call, by shutdown() or another thread")
+            if left and not finished and not any(map(self.engine.is_open, left)):
+                raise RuntimeError(f"{len(left)} requests were ended from outside this call, by shutdown()")
 
     # ------------------------------------------------------------------------------------------------------ around it
     def get_tokenizer(self) -> Tokenizer:
