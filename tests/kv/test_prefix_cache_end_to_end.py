@@ -106,6 +106,7 @@ class Walk:
         self.aborted: set[str] = set()
         self.forks = self.rebuilds = 0
         self.is_draining = False
+        self.cached: dict[str, int] = {}
 
     def run(self) -> None:
         while len(self.asked) < self.count or self.engine.has_unfinished_requests:
@@ -114,6 +115,9 @@ class Walk:
                 if output.finished:
                     self.got[output.request_id] = output
                     self.prompts.texts.append([*output.prompt_token_ids, *output.outputs[0].token_ids])
+            for name, request in self.engine.scheduler.requests.items():
+                if request.metrics.first_scheduled_time is not None:  # what was cached is said once, also of a request that is preempted
+                    assert self.cached.setdefault(name, request.num_cached_tokens) == request.num_cached_tokens
             if self.rng.random() < 0.2:
                 self.engine.scheduler.kv.check_integrity(self.engine.scheduler.requests.values())
 
