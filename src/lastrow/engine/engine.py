@@ -75,6 +75,7 @@ class LLMEngine:
         self.depth = int(runner.device.type == "cuda" if async_scheduling is None else async_scheduling)
         self.priority_scheduling = priority_scheduling
         self.cache = cache
+        self.max_model_len = scheduler.config.max_model_len  # as configured; a server lowers the scheduler's to what a small pool holds
         self._seed = seed
         self._num_requests = 0
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()

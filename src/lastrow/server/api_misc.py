@@ -1,4 +1,4 @@
-"""Models, tokenizing, health, version, metrics, the cache, and the page."""
+"""Models, tokenizing, health, version, metrics, and the page."""
 
 from __future__ import annotations
 
@@ -54,17 +54,6 @@ def router(state: ServerState) -> APIRouter:
             raise ApiError(404, f"the model {name!r} is not served here", param="model")
         return json_response(_model(state, name, state.max_model_len or None))
 
-    @routes.get("/v1/cache/status")
-    async def cache() -> Response:
-        _need_engine(state)
-        return json_response(await state.engine.call("cache_status"))
-
-    @routes.post("/reset_prefix_cache")
-    async def reset() -> Response:
-        _need_engine(state)
-        await state.engine.call("reset_prefix_cache")
-        return json_response({"success": True})
-
     @routes.get("/stats")
     async def stats() -> Response:
         """For the page: the moment's numbers as JSON."""
@@ -117,8 +106,3 @@ def router(state: ServerState) -> APIRouter:
 def _model(state: ServerState, name: str, length: int | None) -> dict[str, Any]:
     root = state.engine.config.model
     return {"id": name, "object": "model", "created": state.started, "owned_by": "lastrow", "root": root, "max_model_len": length}
-
-
-def _need_engine(state: ServerState) -> None:
-    if (why := state.unhealthy) is not None:
-        raise ApiError(503, why, "ServiceUnavailableError")

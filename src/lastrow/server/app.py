@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 import lastrow
-from lastrow.server import api_chat, api_completions, api_misc, api_responses, decisions
+from lastrow.server import api_cache, api_chat, api_completions, api_misc, api_responses, decisions
 from lastrow.server.async_engine import EngineDeadError
 from lastrow.server.http import ClientGone, Gate, error_response
 from lastrow.server.state import ApiError, ServerState, as_api_error
@@ -38,7 +38,7 @@ def create_app(state: ServerState, exit_server: Callable[[], None] = lambda: Non
         await state.engine.stop()
 
     app = FastAPI(title="lastrow", version=lastrow.__version__, lifespan=lifespan)
-    for part in (api_chat, api_completions, api_responses, decisions, api_misc):
+    for part in (api_chat, api_completions, api_responses, decisions, api_cache, api_misc):
         app.include_router(part.router(state))
     app.add_middleware(Gate, api_keys=state.settings.api_key, max_body_bytes=state.settings.max_body_bytes)
     _add_handlers(app, state)

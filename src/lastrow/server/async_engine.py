@@ -210,13 +210,13 @@ class AsyncEngine:
             if left and self.death is None:
                 self._send(wire.Abort(left))
 
-    async def call(self, name: str) -> Any:
+    async def call(self, name: str, **arguments: Any) -> Any:
         """Ask the engine something; see wire.Call. Raises EngineDeadError or ValueError."""
         if not self.is_ready:
             raise EngineDeadError(self.death or "the engine is starting")
         call_id = next(self._call_ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(wire.Call(call_id, name))
+        self._send(wire.Call(call_id, name, arguments))
         return await future
 
     def _send(self, message: wire.ToEngine) -> None:

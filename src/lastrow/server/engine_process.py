@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +18,6 @@ from lastrow.config import EngineConfig
 from lastrow.core.output import EngineCoreOutput, Logprob
 from lastrow.core.request import Request
 from lastrow.core.scheduler import Scheduler
-from lastrow.core.stats import cache_status
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.output_processor import RequestGroup
 from lastrow.models.config import ConfigError
@@ -88,6 +87,16 @@ def _timings(request: Request) -> wire.Timings:
     )  # fmt: skip
 
 
+@dataclass(slots=True)
+class _Rebuild:
+    """A new pool size that waits for running requests. held: what came meanwhile, in order."""
+
+    call_id: int
+    kv_cache_memory_bytes: int
+    deadline: float
+    held: list[wire.Add | wire.AddMany | wire.Abort] = field(default_factory=list)
+
+
 class EngineLoop:
     """Serves one server until it says stop or is gone."""
 
@@ -100,6 +109,7 @@ class EngineLoop:
         self._next_stats = 0.0
         self._was_busy = False
         self._step_tokens: list[int] = []
+        self._rebuild: _Rebuild | None = None
 
     def announce(self) -> None:
         limits = self.engine.scheduler.config
@@ -121,6 +131,8 @@ class EngineLoop:
             self._was_busy = busy
             if outputs or stats is not None:
                 self._send(wire.Outputs(outputs, stats))
+            if self._rebuild is not None:
+                self._go_on_with_rebuild(self._rebuild)
 
     def _take_commands(self) -> bool:
         """Handle what has arrived; waits only when there is nothing to compute. False when the process should end."""
@@ -134,7 +146,11 @@ class EngineLoop:
         return os.getppid() == self._parent
 
     def _handle(self, command: wire.Add | wire.AddMany | wire.Abort | wire.Call) -> None:
-        if isinstance(command, wire.Add):
+        if self._rebuild is not None and not isinstance(command, wire.Call):
+            self._rebuild.held.append(command)
+            if isinstance(command, wire.Abort):  # of a running request: at once; of one that is held: in its turn
+                self.engine.abort(command.request_ids)
+        elif isinstance(command, wire.Add):
             self._add(command)
         elif isinstance(command, wire.AddMany):
             for add in command.adds:
@@ -159,11 +175,18 @@ class EngineLoop:
         try:
             value: Any = None
             if call.name == "cache_status":
-                value = {**cache_status(self.engine.scheduler.kv), "rows": self._rows()}
+                value = self._cache_status()
             elif call.name == "reset_prefix_cache":
-                if self.engine.has_unfinished_requests:
-                    raise ValueError("requests are running: their blocks cannot be forgotten")
-                self.engine.scheduler.kv.reset_prefix_cache()
+                value = not self.engine.has_unfinished_requests
+                if value:
+                    self.engine.reset_prefix_cache()
+            elif call.name == "rebuild_cache" and self._rebuild is None:
+                self._rebuild = _Rebuild(
+                    call.call_id, call.arguments["kv_cache_memory_bytes"], time.monotonic() + call.arguments["timeout"]
+                )
+                return  # answered when the running requests are finished
+            elif call.name == "rebuild_cache":
+                value = {"state": "busy"}
             elif call.name == "check_integrity":
                 self.engine.scheduler.kv.check_integrity(self.engine.scheduler.requests.values())
             else:
@@ -171,6 +194,31 @@ class EngineLoop:
             self._send(wire.Reply(call.call_id, value))
         except (ValueError, AssertionError) as error:
             self._send(wire.Reply(call.call_id, error=str(error)))
+
+    def _go_on_with_rebuild(self, rebuild: _Rebuild) -> None:
+        """Once nothing runs, give the pool its new size; after the deadline, let go. Then take what was held back."""
+        reply = wire.Reply(rebuild.call_id)
+        if self.engine.has_unfinished_requests:
+            if time.monotonic() < rebuild.deadline:
+                return
+            reply.value = {"state": "not drained", "unfinished": len(self.engine.outputs.groups)}
+        else:
+            try:
+                self.engine.rebuild_cache(rebuild.kv_cache_memory_bytes)
+                scheduler = self.engine.scheduler
+                scheduler.config = replace(scheduler.config, max_model_len=self.engine.max_model_len)
+                fit_length_to_pool(scheduler)
+                self.announce()  # the window may have changed
+                reply.value = {"state": "rebuilt", "status": self._cache_status()}
+            except ValueError as error:
+                reply.error = str(error)
+        self._rebuild = None
+        for command in rebuild.held:
+            self._handle(command)
+        self._send(reply)
+
+    def _cache_status(self) -> dict[str, Any]:
+        return {**self.engine.cache_status(), "rows": self._rows()}
 
     def _rows(self) -> dict[str, int]:
         stats = self.engine.runner.stats

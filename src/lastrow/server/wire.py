@@ -42,10 +42,11 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """A question to the engine: cache_status, reset_prefix_cache or check_integrity."""
+    """A question to the engine: cache_status, reset_prefix_cache, rebuild_cache or check_integrity."""
 
     call_id: int
     name: str
+    arguments: dict[str, Any] = {}
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):
