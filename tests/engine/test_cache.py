@@ -80,11 +80,14 @@ def test_rebuilding_changes_the_size_and_nothing_else(form: str, rows: list[dict
 
 
 def test_a_drafter_reads_the_new_pool(rows: list[dict[str, Any]]) -> None:
-    """The assistant reads the target's last owners: over a pool that is gone it would read other numbers, or nothing."""
-    llm = LLM("tiny-e", **SMALL, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    before = greedy(llm, rows)
+    """The assistant reads the target's last owners. Over a pool that is gone or of another size its drafts would be nobody's."""
+    llm = LLM("tiny-e", **SMALL, speculative_config={"model": "tiny-e-assistant", "num_speculative_tokens": 3, "adaptive": False})
+    before, stats = greedy(llm, rows), llm.engine.runner.speculator.stats
+    accepted = stats.num_accepted_tokens
+    assert accepted > 10
     llm.rebuild_cache(2_000_000)
-    assert greedy(llm, rows) == before
+    assert llm.engine.runner.speculator.proposer.pool is llm.engine.runner.pool
+    assert greedy(llm, rows) == before and stats.num_accepted_tokens == 2 * accepted
 
 
 def test_a_size_that_does_not_fit_leaves_the_old_one(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
