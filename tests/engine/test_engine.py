@@ -126,6 +126,7 @@ def test_a_stream_never_takes_text_back(async_scheduling: bool, include: bool) -
 
 def test_find_stop_and_held_back() -> None:
     assert find_stop("abcabc", 3, ["ca", "bc"]) == (2, "ca")  # earliest place that reaches into the new text
+    assert find_stop("abcabc", 3, ["bc", "ca"]) == (2, "ca")  # whatever the order of the list
     assert find_stop("abc", 3, ["abc"]) is None
     assert held_back("xxab", ["abc", "zz"]) == 2
     assert held_back("xxabc", ["abd"]) == 0

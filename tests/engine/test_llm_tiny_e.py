@@ -193,9 +193,17 @@ def test_a_stream_that_nobody_reads_ends_with_its_iterator(llm: LLM) -> None:
     del unread
     assert not llm.engine.has_unfinished_requests
     kept = llm.stream("In the beginning", params)
-    llm.generate("And God said", replace(params, max_tokens=40), use_tqdm=False)  # the stream's end waits for its reader
+    request_id = next(kept).request_id
+    llm.generate("And God said", replace(params, max_tokens=40), use_tqdm=False)
+    assert llm.engine.is_open(request_id)  # its last output waits for its reader
     kept.close()
-    assert not llm.engine.is_open(str(0)) and not llm.engine.outputs.groups and list(kept) == []
+    assert not llm.engine.is_open(request_id) and list(kept) == []
+
+
+def test_a_checkpoint_that_does_not_sample_is_greedy_by_default(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.get_tokenizer(), "generation_config", {"do_sample": False, "temperature": 0.7, "top_k": None})
+    defaults = llm.get_default_sampling_params()
+    assert defaults.is_greedy and defaults.top_k == 0
 
 
 @pytest.mark.parametrize("prompts", [None, 5, [None], [b"text"], {"prompt": None}, {"prompt_token_ids": None}])

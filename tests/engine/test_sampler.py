@@ -135,6 +135,26 @@ def test_large_batches_are_drawn_in_chunks_with_their_own_parameters(monkeypatch
     assert sampler.sample(logits.clone(), slots, np.arange(64))[0].tolist() == whole.tolist()
 
 
+def test_penalties_of_logits_of_both_signs_equal_numpy() -> None:
+    """Greedy, so that one wrong sign changes tokens: of 200 rows, half are chosen among negative logits only."""
+    rng = np.random.default_rng(5)
+    sampler = Sampler(200, 12, "cpu")
+    logits = rng.standard_normal((200, 12)).astype(np.float32) - np.where(np.arange(200) % 2, 4, 0)[:, None].astype(np.float32)
+    expected = []
+    for slot in range(200):
+        params = SamplingParams(
+            temperature=0, repetition_penalty=rng.uniform(0.5, 2.0), presence_penalty=rng.uniform(-1, 1),
+            frequency_penalty=rng.uniform(-1, 1), logit_bias={int(rng.integers(12)): 1.0},
+        )  # fmt: skip
+        prompt, output = rng.integers(12, size=4).tolist(), rng.integers(12, size=slot % 5).tolist()
+        request = Request(str(slot), prompt, params)
+        request.output_token_ids += output
+        sampler.admit(slot, request)
+        expected.append(oracle.next_token(logits[slot], params, prompt, output, []))
+    index = np.arange(200) % 5
+    assert sampler.sample(torch.from_numpy(logits), np.arange(200), index)[0].tolist() == expected
+
+
 def test_bad_words_are_tokenised_with_and_without_a_space() -> None:
     table = {"foo": [5], " foo": [6], "ab": [1, 2], " ab": [3, 2], "x": [9], " x": [4, 9]}
     # the spaced form counts only where it changes the first token and not the length (vLLM)
