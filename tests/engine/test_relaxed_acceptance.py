@@ -10,6 +10,7 @@ import pytest
 from engine.stub_engine import stub_engine, stub_logits
 from engine.test_spec_decode import GREEDY, run, speculating, tokens
 from lastrow.config import EngineConfig
+from lastrow.engine.llm import LLM
 from lastrow.engine.relaxed_acceptance import RelaxedAcceptance
 from lastrow.models.config import ConfigError
 
@@ -59,3 +60,11 @@ def test_the_option_needs_drafts_and_a_share() -> None:
         EngineConfig(relaxed_acceptance=0.3)
     with pytest.raises(ConfigError, match=r"relaxed_acceptance is 0.0: None or a share in \(0, 1\]"):
         EngineConfig(relaxed_acceptance=0.0, speculative_config={"method": "ngram"})
+
+
+def test_the_option_reaches_the_runner_of_a_model_that_thinks() -> None:
+    llm = LLM("tiny-e", speculative_config={"method": "ngram"}, relaxed_acceptance=0.3)
+    made = llm.engine.runner.relaxed
+    assert made is not None and made.share == 0.3
+    marks = llm.get_tokenizer().special_ids
+    assert (made.channel_start, made.channel_end) == (marks["channel_start"], marks["channel_end"])

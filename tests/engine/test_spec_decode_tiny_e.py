@@ -81,6 +81,7 @@ def test_a_grammar_holds_through_drafts() -> None:
     plain = LLM("tiny-e", **SMALL).generate([prompt] * 3, params)
     for spec in (ASSISTANT, NGRAM):
         llm = LLM("tiny-e", **SMALL, speculative_config=spec | {"adaptive": False})
+        assert llm.engine.runner.speculator.grammars is llm.engine.runner.grammars  # drafts end where these forbid them
         drafted = llm.generate([prompt] * 3, params)
         assert [out.outputs[0].text for out in drafted] == [out.outputs[0].text for out in plain]
         assert stats(llm).num_draft_tokens > stats(llm).num_accepted_tokens > 0

@@ -75,6 +75,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     stops = STOP_IDS if tokenizer is None else tokenizer.eos_token_ids
     if config.speculative is not None:
         runner.speculator = make_speculator(config.speculative, model, runner, binder)
+        runner.speculator.grammars = runner.grammars
+        runner.relaxed = make_relaxed(config.relaxed_acceptance, tokenizer)
     return LLMEngine(
         make_scheduler(config, plan, max_model_len), runner, tokenizer, vocab_size=shape.vocab_size,
         stop_token_ids=stops | frozenset(shape.eos_token_ids), seed=config.seed,
