@@ -18,7 +18,8 @@ CHUNK = 64
 @pytest.mark.parametrize("form", KV_CACHE_DTYPES)
 def test_a_record_is_found_at_the_longest_lengths_the_model_was_trained_for(heldout: list[dict[str, Any]], form: str) -> None:
     """tiny-e saw up to 1,024 tokens. Retrieval prompts of the held-out kind: those of 700 tokens and more as they are, and those whose
-    context is a turn of its own with unseen prose between record and question, up to 1,000 tokens: 16 chunks, 8 windows. The answers are those that transformers gave for the held-out prompts, right or wrong; in the lengthened ones only right ones count."""
+    context is a turn of its own with unseen prose between record and question, up to 1,000 tokens: 16 chunks, 8 windows. The answers
+    are those that transformers gave for the held-out prompts, right or wrong; in the lengthened ones only right ones count."""
     torch.set_num_threads(1)
     retrieval = [row for row in heldout if row["task"] == "retrieval"]
     prose = [token for row in heldout if row["task"] == "prose" for token in row["prompt_ids"][1:]]
