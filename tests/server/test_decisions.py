@@ -22,6 +22,9 @@ QUESTIONS: list[Any] = [
     {"type": "predicate", "instructions": [{"type": "input_text", "text": "Is this message spam?"}]},
     {"type": "score", "name": "urgency", "instructions": "How urgent is this?", "levels": [{"label": "low"}, {"label": "high"}]},
 ]  # fmt: skip
+# fp32 sums in another order, by company: logits differ by up to 2e-4 (measured 4e-5), a probability by at most half of that. States that
+# differ in one number give answers 1e-3 to 0.4 apart.
+CLOSE = 1e-4
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
 
 
@@ -40,11 +43,11 @@ def test_the_openai_client_decides(client: openai.OpenAI, llm: LLM) -> None:
     # a boolean and a text with the same letters come back as what they are
     assert [entry.value for entry in team.probabilities] == ["Billing", "Shipping", True, "true"]
     assert [type(entry.value) for entry in team.probabilities] == [str, str, bool, str]
-    assert [e.probability for e in team.probabilities] == pytest.approx(expected["team"].probabilities, abs=1e-5)
-    assert team.choice == expected["team"].choice and team.confidence == pytest.approx(expected["team"].confidence, abs=1e-5)
-    assert spam.probability == pytest.approx(expected[1].probability, abs=1e-5)
+    assert [e.probability for e in team.probabilities] == pytest.approx(expected["team"].probabilities, abs=CLOSE)
+    assert team.choice == expected["team"].choice and team.confidence == pytest.approx(expected["team"].confidence, abs=CLOSE)
+    assert spam.probability == pytest.approx(expected[1].probability, abs=CLOSE)
     assert [(e.value, e.label) for e in urgency.probabilities] == [(0, "low"), (1, "high")]
-    assert urgency.score == pytest.approx(expected["urgency"].score, abs=1e-5)
+    assert urgency.score == pytest.approx(expected["urgency"].score, abs=CLOSE)
     usage = decision.usage
     assert usage.output_tokens == 0 and usage.output_tokens_details.reasoning_tokens == 0
     assert usage.total_tokens == usage.input_tokens == expected.num_prompt_tokens
@@ -55,7 +58,7 @@ def test_the_openai_client_decides(client: openai.OpenAI, llm: LLM) -> None:
 def test_messages_calls_and_json_as_input(client: openai.OpenAI, llm: LLM) -> None:
     one: Any = [{"role": "user", "content": [{"type": "input_text", "text": TICKET}, {"type": "input_json", "data": {"id": 7}}]}]
     answer = client.decisions.create(model="tiny-e", input=one, questions=QUESTIONS[1:2]).answers[0]
-    assert answer.probability == pytest.approx(llm.decide(TICKET + '\n{"id": 7}', QUESTIONS[1:2])[0].probability, abs=1e-5)
+    assert answer.probability == pytest.approx(llm.decide(TICKET + '\n{"id": 7}', QUESTIONS[1:2])[0].probability, abs=CLOSE)
     items: Any = [
         {"role": "developer", "content": "Be strict."},
         {"role": "user", "content": "Where is my lamp?"},
@@ -67,7 +70,7 @@ def test_messages_calls_and_json_as_input(client: openai.OpenAI, llm: LLM) -> No
     assert system == ["Be strict."]
     assert state == 'user: Where is my lamp?\ntool call: track({"id": 7})\noutput of track: lost\nassistant: It is lost.\nNo more.'
     answer = client.decisions.create(model="tiny-e", input=items, questions=QUESTIONS[1:2]).answers[0]
-    assert answer.probability == pytest.approx(llm.decide(state, QUESTIONS[1:2], instructions="Be strict.")[0].probability, abs=1e-5)
+    assert answer.probability == pytest.approx(llm.decide(state, QUESTIONS[1:2], instructions="Be strict.")[0].probability, abs=CLOSE)
     for bad in (
         [],
         [{"role": "system", "content": "x"}],
@@ -89,8 +92,8 @@ def test_200_questions_and_255_choices_are_one_request(server: Any, llm: LLM) ->
     expected = llm.decide(TICKET * 3, many)
     assert len(answers) == 200
     for i in (0, 7, 198):
-        assert answers[i]["probability"] == pytest.approx(expected[i].probability, abs=1e-5)
-    assert [e["probability"] for e in answers[199]["probabilities"]] == pytest.approx(expected[199].probabilities, abs=1e-5)
+        assert answers[i]["probability"] == pytest.approx(expected[i].probability, abs=CLOSE)
+    assert [e["probability"] for e in answers[199]["probabilities"]] == pytest.approx(expected[199].probabilities, abs=CLOSE)
     wide = [{"type": "choice", "instructions": "?", "choices": [{"value": f"{i}"} for i in range(255)], "labels": "words"}]
     answer = server.post("/v1/decisions", {"input": TICKET, "questions": wide}).json()["answers"][0]
     assert len(answer["probabilities"]) == 255 and sum(e["probability"] for e in answer["probabilities"]) == pytest.approx(1.0)
@@ -107,7 +110,7 @@ def test_many_clients_at_once_get_their_own_answers(server: Any, llm: LLM) -> No
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(ask, states))
     for state, answer in zip(states[::6], answers[::6], strict=True):
-        assert answer == pytest.approx(llm.decide(state, QUESTIONS)["team"].probabilities, abs=1e-5)
+        assert answer == pytest.approx(llm.decide(state, QUESTIONS)["team"].probabilities, abs=CLOSE)
     server.wait_idle()
 
 
@@ -134,15 +137,15 @@ def test_system_one(server: Any, llm: LLM) -> None:
     assert team["choice"] == expected["team"].choice and list(team["probabilities"].values()) == pytest.approx(
         expected["team"].probabilities, abs=1e-5
     )
-    assert spam["noul"] == pytest.approx(expected["spam"].probability, abs=1e-5)
+    assert spam["noul"] == pytest.approx(expected["spam"].probability, abs=CLOSE)
     assert tone["legend"] == {"0": "calm", "1": "annoyed", "2": "furious"} and tone["score"] == pytest.approx(
         expected["tone"].score, abs=1e-4
     )
     for name, diagnostics in answer["diagnostics"].items():
-        assert diagnostics["label_mass"] == pytest.approx(expected[name].label_mass, abs=1e-5)
+        assert diagnostics["label_mass"] == pytest.approx(expected[name].label_mass, abs=CLOSE)
         assert diagnostics["argmax_is_label"] is expected[name].argmax_is_label
         confidence = expected[name].confidence * (expected[name].label_mass or 0)
-        assert answer["answers"][name]["confidence"] == pytest.approx(confidence, abs=1e-5)
+        assert answer["answers"][name]["confidence"] == pytest.approx(confidence, abs=CLOSE)
     assert answer["usage"]["output_tokens"] == 0 and answer["usage"]["input_tokens"] > 0
 
 
@@ -153,7 +156,7 @@ def test_extra_fields_of_decisions(server: Any, llm: LLM) -> None:
     expected = llm.decide(long, QUESTIONS, **options)["team"]
     assert [e["probability"] for e in answer["probabilities"]] == pytest.approx(expected.probabilities, abs=1e-4)
     assert answer["abstained"] is True and answer["argmax_is_label"] is expected.argmax_is_label
-    assert answer["label_mass"] == pytest.approx(expected.label_mass, abs=1e-5)
+    assert answer["label_mass"] == pytest.approx(expected.label_mass, abs=CLOSE)
 
 
 def test_scores(server: Any, llm: LLM) -> None:
@@ -168,13 +171,13 @@ def test_scores(server: Any, llm: LLM) -> None:
     body = {"query": "In the", "items": items, "label_token_ids": labels}
     plain = server.post("/v1/score", body).json()["scores"]
     for row, logs in zip(plain, wanted, strict=True):
-        assert row == pytest.approx([2.718281828459045**r.logprob for r in logs], abs=1e-5)
+        assert row == pytest.approx([2.718281828459045**r.logprob for r in logs], abs=CLOSE)
     softened = server.post("/v1/score", {**body, "apply_softmax": True}).json()["scores"]
-    assert [row[0] for row in softened] == pytest.approx([row[0] / sum(row) for row in plain], abs=1e-5)
+    assert [row[0] for row in softened] == pytest.approx([row[0] / sum(row) for row in plain], abs=CLOSE)
     generative = server.post("/generative_scoring", body).json()
-    assert [d["score"] for d in generative["data"]] == pytest.approx([row[0] for row in softened], abs=1e-5)
+    assert [d["score"] for d in generative["data"]] == pytest.approx([row[0] for row in softened], abs=CLOSE)
     ids = server.post("/v1/score", {**body, "query": encode("In the"), "items": [encode(i, add_bos=False) for i in items]}).json()["scores"]
-    assert ids[0] == pytest.approx(plain[0], abs=1e-5)
+    assert ids[0] == pytest.approx(plain[0], abs=CLOSE)
 
 
 def test_rerank_and_pairs(server: Any, llm: LLM) -> None:
@@ -184,11 +187,11 @@ def test_rerank_and_pairs(server: Any, llm: LLM) -> None:
     ).json()
     expected = llm.rank("lamp", documents)
     assert [r["index"] for r in made["results"]] == [r.index for r in expected][:2]
-    assert [r["relevance_score"] for r in made["results"]] == pytest.approx([r.relevance_score for r in expected][:2], abs=1e-5)
+    assert [r["relevance_score"] for r in made["results"]] == pytest.approx([r.relevance_score for r in expected][:2], abs=CLOSE)
     assert made["results"][0]["document"]["text"] == documents[made["results"][0]["index"]] and made["usage"]["total_tokens"] > 0
     pairs = server.post("/v1/score", {"text_1": "lamp", "text_2": documents}).json()["data"]
     scores = {r.index: r.relevance_score for r in expected}
-    assert [d["score"] for d in pairs] == pytest.approx([scores[i] for i in range(3)], abs=1e-5)
+    assert [d["score"] for d in pairs] == pytest.approx([scores[i] for i in range(3)], abs=CLOSE)
 
 
 @pytest.mark.parametrize(

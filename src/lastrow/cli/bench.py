@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lastrow.kv.layout import KV_CACHE_DTYPES
+from lastrow.config import KV_CACHE_DTYPES
 
 LENGTHS = "128,512,1024,2048"
 
