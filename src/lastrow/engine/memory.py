@@ -30,10 +30,6 @@ class MemoryForecast:
     max_num_batched_tokens: int
     host_bytes: int = 0
 
-    @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes
-
     def summary(self) -> str:
         """One line for the log."""
         host = f" ({_gib(self.host_bytes)} more in host memory)" if self.host_bytes else ""

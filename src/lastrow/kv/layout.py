@@ -60,11 +60,6 @@ class KVLayout:
         first_visible = max(tokens - self.sliding_window + 1, 0) // block_size
         return (blocks if self.full_layers else 0), (blocks - first_visible if self.sliding_layers else 0)
 
-    def sequence_bytes(self, tokens: int, block_size: int) -> int:
-        """Bytes that a sequence of `tokens` holds at rest."""
-        full, sliding = self.sequence_blocks(tokens, block_size)
-        return block_size * (full * self.full_bytes_per_token + sliding * self.sliding_bytes_per_token)
-
 
 def layouts_by_format(config: Gemma4Config, dtype: str) -> dict[str, KVLayout]:
     """The layout in every storage format; `auto` under the dtype's own name."""

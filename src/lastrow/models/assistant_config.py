@@ -36,11 +36,6 @@ class AssistantConfig:
         if not 0 < self.centroid_top_k <= self.num_centroids:
             raise ConfigError(f"centroid_intermediate_top_k is {self.centroid_top_k}: 1 to num_centroids={self.num_centroids} is needed")
 
-    @property
-    def cluster_size(self) -> int:
-        """Tokens of one centroid's group."""
-        return self.text.vocab_size // self.num_centroids
-
     def target_layers(self, target: Gemma4Config) -> tuple[int, ...]:
         """For each layer of the drafter, the owner layer of `target` whose K/V it reads: the source of the target's last
         layer of the same attention type. Raises ConfigError where the two models do not fit together."""
