@@ -58,16 +58,3 @@ def test_fused_geglu_at_real_size(intermediate):
     assert torch.equal(geglu.triton(h[:100], packed), fused[:100])  # the vendor's matmul and a kernel: the same bits
     # sums of 1536 products rounded to bf16, gelu, product: 3 roundings of 2^-9, rms about half of their worst case
     assert relative_error(fused, geglu.reference(h.float(), geglu.reference_pack(gate, up).float())) < 6e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 130, 2050])
-@pytest.mark.parametrize("k, n", [(1536, 2560), (6144, 1536), (200, 80), (1536, 12288)])
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_specialised_matmul_has_the_bits_of_the_plain_one(m, k, n, fused):
-    from lastrow.kernels import matmul_ws
-
-    x, w = randn(m, k, dtype=torch.bfloat16, device="cuda"), randn(n, k, dtype=torch.bfloat16, device="cuda", scale=0.03)
-    out = torch.full((m, n // 2 if fused else n), float("nan"), dtype=torch.bfloat16, device="cuda")
-    matmul_ws.triton(x, w, geglu=fused, out=out)
-    assert torch.equal(out, matmul.triton(x, w, geglu=fused, config=matmul.LARGE))

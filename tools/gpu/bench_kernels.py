@@ -29,12 +29,10 @@ from lastrow.kernels import (
     attention_ws,
     decode_attention,
     embedding,
-    fused_matmul,
     geglu,
     gemv,
     head,
     matmul,
-    matmul_ws,
     ple_gate,
     ple_inputs,
     qkv_epilogue,
@@ -270,8 +268,7 @@ def bench_matmul(b: Bench) -> None:
         for name, (k, n) in SHAPES.items():
             x, w = rnd(m, k), rnd(n, k, scale=k**-0.5)
             expected = x[:512].float() @ w.float().T
-            b.compare("matmul", f"{name} M {m}", {"vendor": lambda: F.linear(x, w), "triton": lambda: matmul.triton(x, w),
-                       "ws": lambda: matmul_ws.triton(x, w)},
+            b.compare("matmul", f"{name} M {m}", {"vendor": lambda: F.linear(x, w), "triton": lambda: matmul.triton(x, w)},
                       unit="TFLOP/s", work=2.0 * m * k * n, expected=expected, view=lambda y: y[:512])  # fmt: skip
     for m in (128, 256, 512, 1024, 2048, 16384, 65536):
         x, gate, up = rnd(m, H), rnd(6144, H, scale=0.03), rnd(6144, H, scale=0.03)
@@ -285,49 +282,12 @@ def bench_matmul(b: Bench) -> None:
                 "fused": lambda: matmul.triton(x, packed, geglu=True, config=matmul.LARGE),
                 "fused group 16": lambda: matmul.triton(x, packed, geglu=True, config=config(group=16)),
                 "fused group 4": lambda: matmul.triton(x, packed, geglu=True, config=config(group=4)),
-                "ws": lambda: matmul_ws.triton(x, packed, geglu=True),
-                "ws group 16": lambda: matmul_ws.triton(x, packed, geglu=True, config=matmul_ws.WsMatmulConfig(group=16)),
                 "fused 128x128": lambda: matmul.triton(x, packed, geglu=True, config=config(n=128)),
             },
             unit="TFLOP/s", work=4.0 * m * H * 6144, expected=expected, view=lambda y: y[:512],
         )  # fmt: skip
         same = torch.equal(geglu.pairs(F.linear(x, packed)), matmul.triton(x, packed, geglu=True, config=matmul.LARGE))
         b.record("matmul", f"gate_up + GeGLU M {m}: fused has the vendor's bits", same=same)
-
-
-def bench_fused(b: Bench) -> None:
-    """Matmuls with a folded epilogue against the vendor's matmul and the kernel behind it."""
-    d, config = 256, fused_matmul.FusedConfig
-    for m in (1024, 16384, 65536):
-        h, weight, rope = rnd(m, H), rnd(10 * d, H, scale=H**-0.5), rope_table(d, 1e4, 1024, None, BF16, "cuda")
-        positions, slots = (torch.arange(m, device="cuda") % 1024).int(), torch.arange(m, device="cuda").int()
-        q_weight, k_weight = near_one(d), near_one(d)
-        kv = PagedKV(*(torch.zeros(m // 64, 64, 1, d, device="cuda", dtype=BF16) for _ in "kv"))
-        tail = (positions, rope, q_weight, d, EPS, k_weight, kv, slots, 1)
-        raw = F.linear(h[:512].float(), weight[: 8 * d].float())
-        expected = qkv_epilogue.reference(raw, positions[:512], rope.float(), q_weight.float(), d, EPS)
-        b.compare(
-            "fused", f"qkv M {m}",
-            {
-                "vendor + kernel": lambda: qkv_epilogue.triton(F.linear(h, weight), *tail),
-                **{name: lambda c=c: fused_matmul.triton_qkv(h, weight, *tail, config=c) for name, c in {
-                    "fused": config(), "fused group 16": config(group=16), "fused 2 stages": config(stages=2),
-                    "fused 64 rows": config(m=64, warps=4, stages=3)}.items()},
-            },
-            unit="TFLOP/s", work=2.0 * m * H * 10 * d, expected=expected, view=lambda y: y[:512],
-        )  # fmt: skip
-        x, gate, ple = rnd(m, H), rnd(256, H, scale=H**-0.5), rnd(m, 14, 256)
-        expected = fused_matmul.reference_ple_gate(x.float(), gate.float(), ple.float(), 3)
-        b.compare(
-            "fused", f"PLE gate M {m}",
-            {
-                "vendor + kernel": lambda: ple_gate.triton(F.linear(x, gate), ple, 3),
-                **{name: lambda c=c: fused_matmul.triton_ple_gate(x, gate, ple, 3, config=c) for name, c in {
-                    "64 rows, 4 stages": config(m=64, warps=4, stages=4), "64 rows, 2 stages": config(m=64, warps=4, stages=2),
-                    "128 rows": config(stages=3), "128 rows, k 128": config(k=128, stages=2)}.items()},
-            },
-            unit="TFLOP/s", work=2.0 * m * H * 256, expected=expected,
-        )  # fmt: skip
 
 
 def bench_invariance(b: Bench) -> None:
@@ -391,7 +351,7 @@ def bench_head(b: Bench) -> None:
 
 
 SECTIONS = {
-    "attention": bench_attention, "rows": bench_rows, "elementwise": bench_elementwise, "matmul": bench_matmul, "fused": bench_fused,
+    "attention": bench_attention, "rows": bench_rows, "elementwise": bench_elementwise, "matmul": bench_matmul,
     "invariance": bench_invariance, "gemv": bench_gemv, "head": bench_head,
 }  # fmt: skip
 

@@ -13,12 +13,10 @@ from lastrow.kernels import (
     attention_ws,
     decode_attention,
     embedding,
-    fused_matmul,
     geglu,
     gemv,
     head,
     matmul,
-    matmul_ws,
     ple_gate,
     ple_inputs,
     qkv_epilogue,
@@ -84,21 +82,6 @@ def _matmul(device: str) -> None:
     matmul.triton(_new(device, 2048, 1536), _new(device, 12288, 1536), geglu=True, config=matmul.LARGE)
 
 
-def _matmul_ws(device: str) -> None:
-    matmul_ws.triton(_new(device, 2048, 1536), _new(device, 12288, 1536), geglu=True)
-    matmul_ws.triton(_new(device, 2048, 1536), _new(device, 2560, 1536))
-
-
-def _fused(device: str) -> None:
-    h, ints, w = _new(device, 512, 1536), _new(device, 512, dtype=torch.int32), _new(device, 256)
-    for form in STORAGE:
-        args = (_new(device, 2560, 1536), ints, _new(device, 64, 2, 128), w, 256, EPS, w, pool(device, 1, 256, form), ints, 1)
-        fused_matmul.triton_qkv(h, *args)
-    fused_matmul.triton_ple_gate(h, _new(device, 256, 1536), _new(device, 512, 14, 256), 3)
-    config = fused_matmul.FusedConfig(stages=3)
-    fused_matmul.triton_ple_gate(h, _new(device, 256, 1536), _new(device, 512, 14, 256), 3, config=config)
-
-
 def _head(device: str) -> None:
     table = _new(device, 4096, 1536)
     for r in (1, 64, 200):
@@ -138,8 +121,6 @@ def _gemv(device: str) -> None:
 CASES: dict[str, Callable[[str], None]] = {
     "elementwise": _elementwise,
     "matmul": _matmul,
-    "specialised matmul": _matmul_ws,
-    "fused": _fused,
     "gemv": _gemv,
     "head": _head,
 }

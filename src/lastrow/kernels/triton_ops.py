@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from lastrow.kernels import (
     centroid_head,
     decode_attention,
     embedding,
-    fused_matmul,
     geglu,
     gemv,
     head,
@@ -33,25 +32,15 @@ VENDOR_K = 2048
 """Longest sum that the vendor's matmuls were never seen to split (65 row counts of all E2B shapes, torch 2.11, H200)."""
 VENDOR_ROWS = 1000
 """Rows from which they were never seen to split any sum."""
-FOLDED_HEAD_DIMS = (32, 64, 128, 256)
 MAX_DECODE_ROWS = 16
 """More rows fill the card without splits per row, and three launches beat one (64 rows: 2.99 against 3.07 ms a step)."""
 MAX_KV_HEADS = 64
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-class Deferred(NamedTuple):
-    """A product that was not computed yet: x @ weight.T."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-
-
 class TritonOps:
     """`counts`: kernel -> calls. batch_invariant: `linear` never lets the number of rows choose a row's order of summation;
-    which attention kernel reads a row is then said by `QueryRows.plan`. attention_kernel: "ws" where attention_ws supports
-    the shape, or "tiled" everywhere. fold_epilogues: with many rows the q/k/v epilogue (head dims up to 256) and the PLE
-    gate run inside their matmuls (fused_matmul.py). ws_matmul: with many rows matmul_ws takes gate_up, or every matmul."""
+    which attention kernel reads a row is then said by `QueryRows.plan`."""
 
     name = "triton"
     pack_gate_up = staticmethod(geglu.pack)
@@ -62,21 +51,16 @@ class TritonOps:
         batch_invariant: bool = False,
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
-        attention_kernel: Literal["ws", "tiled"] = "ws",
-        fold_epilogues: bool = False,
-        ws_matmul: Literal["none", "geglu", "all"] = "none",
     ) -> None:
         check_device(torch.device(device), dtype)
         self.dtype = dtype
         self.batch_invariant = batch_invariant
         self.counts: Counter[str] = Counter()
-        self.fold_epilogues = fold_epilogues and not batch_invariant and dtype is torch.bfloat16
         self._ws = None
-        if not INTERPRETED and attention_kernel == "ws":
+        if not INTERPRETED:
             from lastrow.kernels import attention_ws  # Gluon: neither on laptops nor in the interpreter
 
             self._ws = attention_ws
-        self.ws_matmul = "none" if INTERPRETED or dtype is not torch.bfloat16 else ws_matmul
         self._counters: dict[torch.device, torch.Tensor] = {}
 
     def embedding(self, ids, table, scale, norm_weight, eps):
@@ -85,37 +69,23 @@ class TritonOps:
 
     def ple_inputs(self, context, ids, table, norm_weight, first_layer, hidden_size, eps):
         self.counts["ple_inputs"] += 1
-        return ple_inputs.triton(self._resolve(context), ids, table, norm_weight, first_layer, hidden_size, eps)
+        return ple_inputs.triton(context, ids, table, norm_weight, first_layer, hidden_size, eps)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [M, K] @ weight [N, K].T. The vendor's matmul; with batch_invariant ours where the vendor's may split K."""
         if self.batch_invariant and x.shape[1] > VENDOR_K and x.shape[0] < VENDOR_ROWS and x.dtype is not torch.float32:
             self.counts["matmul"] += 1
             return matmul.triton(x, weight)
-        if self.ws_matmul == "all" and x.shape[0] >= VENDOR_ROWS:
-            return self._specialised(x, weight)
         self.counts["linear"] += 1
         return F.linear(x, weight)
 
-    def _specialised(self, x: torch.Tensor, weight: torch.Tensor, geglu: bool = False) -> torch.Tensor:
-        from lastrow.kernels import matmul_ws  # Gluon, as above
-
-        self.counts["matmul_ws"] += 1
-        return matmul_ws.triton(x, weight, geglu=geglu)
-
     def deferred_linear(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
         """`linear` for another operation of this class to read. For few rows partial sums [splits, M, N] fp32 (split_linear.py),
-        which add_norm, qkv_epilogue, ple_inputs and ple_gate add up on their way in; for many, with fold_epilogues, the operands:
-        qkv_epilogue and ple_gate then run one kernel for both, the others multiply first."""
+        which add_norm, qkv_epilogue, ple_inputs and ple_gate add up on their way in."""
         if self._splits(x):
             self.counts["split_linear"] += 1
             return split_linear.triton(x, weight)
-        if self.fold_epilogues and x.shape[0] >= geglu.FUSED_ROWS:
-            return Deferred(x, weight)
         return self.linear(x, weight)
-
-    def _resolve(self, y: torch.Tensor | Deferred) -> torch.Tensor:
-        return self.linear(*y) if isinstance(y, Deferred) else y
 
     def _splits(self, x: torch.Tensor) -> bool:
         return not self.batch_invariant and x.shape[0] <= split_linear.MAX_ROWS and x.dtype is torch.bfloat16
@@ -123,11 +93,8 @@ class TritonOps:
     def qkv_epilogue(
         self, qkv, positions, rope, q_weight, head_dim, eps, k_weight: Any = None, kv=None, slots: Any = None, kv_heads=0, k_eq_v=False
     ):
-        if isinstance(qkv, Deferred) and head_dim in FOLDED_HEAD_DIMS and not k_eq_v and q_weight is not None and kv is not None:
-            self.counts["qkv_matmul"] += 1
-            return fused_matmul.triton_qkv(qkv.x, qkv.weight, positions, rope, q_weight, head_dim, eps, k_weight, kv, slots, kv_heads)
         self.counts["qkv_epilogue"] += 1
-        return qkv_epilogue.triton(self._resolve(qkv), positions, rope, q_weight, head_dim, eps, k_weight, kv, slots, kv_heads, k_eq_v)
+        return qkv_epilogue.triton(qkv, positions, rope, q_weight, head_dim, eps, k_weight, kv, slots, kv_heads, k_eq_v)
 
     def fuses_decode(self, rows: QueryRows) -> bool:
         """True where `decode_attention` reads these rows: few of them, one per sequence. Its bits are not those of `attention`,
@@ -172,20 +139,15 @@ class TritonOps:
     def add_norm(self, h, x, post_weight, pre_weight, scalar, eps):
         """x is overwritten."""
         self.counts["add_norm"] += 1
-        return add_norm.triton(self._resolve(h), x, post_weight, pre_weight, scalar, eps)
+        return add_norm.triton(h, x, post_weight, pre_weight, scalar, eps)
 
     def geglu(self, h, gate_up):
         self.counts["geglu"] += 1
         if self._splits(h):
             return split_linear.triton(h, gate_up, geglu=True)
-        if self.ws_matmul != "none" and h.shape[0] >= geglu.FUSED_ROWS:
-            return self._specialised(h, gate_up, geglu=True)
         return geglu.triton(h, gate_up, self.linear)
 
     def ple_gate(self, gate, ple, index):
-        if isinstance(gate, Deferred):
-            self.counts["ple_gate_matmul"] += 1
-            return fused_matmul.triton_ple_gate(gate.x, gate.weight, ple, index)
         self.counts["ple_gate"] += 1
         return ple_gate.triton(gate, ple, index)
 
