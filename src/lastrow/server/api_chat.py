@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from lastrow.server import wire
 from lastrow.server.chat import ChatPlan, chat_limits
-from lastrow.server.generation import ChatChoice, LogprobWriter, timings, usage
+from lastrow.server.generation import ChatChoice, LogprobWriter, outputs_by_choice, timings, usage
 from lastrow.server.http import EventStream, event, json_response, while_connected
 from lastrow.server.output_parser import Delta, ToolCallDelta
 from lastrow.server.protocol import ChatCompletionRequest
@@ -46,17 +46,9 @@ class ChatRun:
         outputs = self.state.generate(
             self.plan.prompt_ids, self.plan.params, self.id, self.choices, request.priority, request.cache_salt
         )  # fmt: skip
-        async with aclosing(outputs):
-            async for some in outputs:
-                for output in some:
-                    choice = self.choices[output.index]
-                    if choice.finished:
-                        continue
-                    if output.prompt_logprobs:
-                        self.prompt_logprobs.update(output.prompt_logprobs)
-                    yield choice, choice.take(output), output
-                if all(choice.finished for choice in self.choices):
-                    return
+        async with aclosing(outputs_by_choice(outputs, self.choices, self.prompt_logprobs)) as steps:
+            async for choice, output in steps:
+                yield choice, choice.take(output), output
 
     # ------------------------------------------------------------------------------------------------ whole answers
     async def answer(self) -> dict[str, Any]:

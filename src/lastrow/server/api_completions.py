@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.structured_output import StructuredOutputsParams
 from lastrow.server import wire
-from lastrow.server.generation import LogprobWriter, TextChoice, timings, usage
+from lastrow.server.generation import LogprobWriter, TextChoice, outputs_by_choice, timings, usage
 from lastrow.server.http import EventStream, event, json_response, while_connected
 from lastrow.server.protocol import CompletionRequest
 from lastrow.server.state import ApiError, ServerState, new_id
@@ -47,17 +47,9 @@ class PromptRun:
         outputs = self.state.generate(
             self.prompt_ids, self.params, request_id, self.choices, self.request.priority, self.request.cache_salt
         )  # fmt: skip
-        async with aclosing(outputs):
-            async for some in outputs:
-                for output in some:
-                    choice = self.choices[output.index]
-                    if choice.finished:
-                        continue
-                    if output.prompt_logprobs:
-                        self.prompt_logprobs.update(output.prompt_logprobs)
-                    yield choice, choice.take(output), output
-                if all(choice.finished for choice in self.choices):
-                    return
+        async with aclosing(outputs_by_choice(outputs, self.choices, self.prompt_logprobs)) as steps:
+            async for choice, output in steps:
+                yield choice, choice.take(output), output
 
     async def run(self, request_id: str) -> None:
         async with aclosing(self.steps(request_id)) as steps:

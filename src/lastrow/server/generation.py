@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from lastrow.engine.output_processor import find_stop, held_back
 from lastrow.server import wire
@@ -248,3 +249,24 @@ def timings(num_prompt_tokens: int, choices: Iterable[Choice]) -> dict[str, Any]
         "rows_given": sum(t.rows_given for t, _ in known),
         "rows_computed": sum(t.rows_computed for t, _ in known),
     }
+
+
+C = TypeVar("C", bound=Choice)
+
+
+async def outputs_by_choice(
+    outputs: AsyncGenerator[list[wire.Output]], choices: Sequence[C], prompt_logprobs: dict[int, list[wire.TokenLogprob]]
+) -> AsyncGenerator[tuple[C, wire.Output]]:
+    """Every output with the choice that takes it, without those that come after a choice's stop string; ends, and closes
+    `outputs`, when all choices have finished. `prompt_logprobs` gets what the outputs bring."""
+    async with aclosing(outputs):
+        async for some in outputs:
+            for output in some:
+                choice = choices[output.index]
+                if choice.finished:
+                    continue
+                if output.prompt_logprobs:
+                    prompt_logprobs.update(output.prompt_logprobs)
+                yield choice, output
+            if all(choice.finished for choice in choices):
+                return
