@@ -69,3 +69,18 @@ def test_row_logsumexp_in_one_order(device):
     # fp32 sum of up to 2^18 terms relative to the largest: far under 1e-4 of a logsumexp near 30
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-4)
     assert torch.equal(head.triton_row_logsumexp(logits[2:3]), got[2:3])
+
+
+@DTYPES
+@pytest.mark.parametrize("vocab", [5, 4096, 10_001])
+def test_argmax_is_the_first_of_the_largest(device, dtype, vocab):
+    logits = torch.randn(6, vocab, device=device).to(dtype)
+    logits[0] = 0.5  # all equal
+    logits[1, vocab // 2] = logits[1, vocab - 1] = 9.0  # a tie across blocks
+    logits[2] = float("-inf")
+    logits[3, vocab - 1] = 9.0
+    logits[4] = float("nan")
+    ids = head.triton_argmax(logits)
+    assert ids.dtype is torch.int64 and ids[:4].tolist() == [0, vocab // 2, 0, vocab - 1]
+    assert 0 <= int(ids[4]) < vocab
+    assert int(ids[5]) == int(head.reference_argmax(logits)[5])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def added_up(parts: torch.Tensor) -> torch.Tensor:
 def test_partial_sums_add_up_to_the_product(device, rows, n, k):
     x, w = bf16(device, rows, k), bf16(device, n, k)
     parts = split_linear.triton(x, w)
-    splits = split_linear.split_config(n, k).splits
+    splits = split_linear.split_config(n, k, rows=rows).splits
     assert parts.shape == (splits, rows, n)
     # k products of size 1 summed in fp32: each addition rounds by at most 2^-24 of a partial sum of size sqrt(k)
     torch.testing.assert_close(parts, split_linear.reference(x, w, splits), rtol=0, atol=k**1.5 * 2.0**-22)
@@ -42,6 +44,15 @@ def test_geglu_behind_the_sum(device, rows, n, k):
     got = split_linear.triton(h, geglu.pack(gate, up), geglu=True)
     # gate, up, gelu and the product are each rounded once
     assert_rounded(got, expected.bfloat16(), roundings=4)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_steps_loaded_ahead_are_the_same_steps(device, monkeypatch, ahead):
+    x, w = bf16(device, 9, 384), bf16(device, 72, 384)
+    config = split_linear.split_config(72, 384)
+    monkeypatch.setattr(split_linear, "split_config", lambda *_: replace(config, splits=1, ahead=ahead))
+    got = split_linear.triton(x, w)
+    torch.testing.assert_close(got, split_linear.reference(x, w, 1), rtol=0, atol=384**1.5 * 2.0**-22)  # as above
 
 
 def test_every_reader_adds_the_parts_up(device):
@@ -66,9 +77,11 @@ def test_every_reader_adds_the_parts_up(device):
 
 
 @pytest.mark.parametrize(("n", "k"), [(2560, 1536), (1536, 2048), (1536, 12288), (256, 1536), (1536, 256), (64, 192)])
-def test_splits_divide_the_sum_evenly(n, k):
-    c = split_linear.split_config(n, k)
+@pytest.mark.parametrize("rows", [2, 64])
+def test_splits_divide_the_sum_evenly(n, k, rows):
+    c = split_linear.split_config(n, k, rows=rows)
     assert k % (c.splits * c.k) == 0 and 1 <= c.splits <= 16
+    assert c.ahead * c.k * c.splits <= k
 
 
 def test_a_width_that_no_step_divides_is_refused():

@@ -97,12 +97,6 @@ def test_chunks_mixed_with_decodes_give_the_bits_of_whole_prompts(device, form):
         assert torch.equal(chunked, whole)
 
 
-def test_greedy_tokens_without_fp32_logits(device):
-    h, table = torch.randn(5, 48, device=device), torch.randn(97, 48, device=device)
-    ops = TritonOps(device=device, dtype=torch.float32)
-    assert torch.equal(ops.head_argmax(h, table), ops.head(h, table, 30.0).argmax(-1))
-
-
 def test_unsupported_devices_and_dtypes_are_named(monkeypatch):
     with pytest.raises(ValueError, match="--dtype float16: --backend triton runs bfloat16 and float32"):
         check_device(torch.device("cuda"), torch.float16)

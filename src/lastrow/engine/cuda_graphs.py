@@ -203,7 +203,7 @@ class CUDAGraphs:
 
     def _tail(self, hidden: torch.Tensor, fields: StaticFields) -> tuple[torch.Tensor, ...]:
         logits = self.model.raw_logits(hidden, out=self._logits[: hidden.shape[0]])
-        greedy = logits.argmax(-1)
+        greedy = self.model.ops.argmax(logits)
         self.inputs.keep_sampled(fields.t["row_slots"], greedy)
         return hidden, logits, greedy
 

@@ -41,13 +41,49 @@ def reference(
     return attention.reference(q, kv, rows, block_table, window)
 
 
+@jit
+def load_keys(
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, n0, low, end, kv_head,
+    BN: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, QUANT_MAX: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Keys n0 to n0 + BN - 1: both halves of K [BN, D/2] and V [BN, D] in dtype, their scales (1 when not quantized), and which of
+    them lie in [low, end). A tile lies in one block."""
+    cols = n0 + tl.arange(0, BN)
+    ok = (cols < end) & (cols >= low)
+    block = tl.load(table + n0 // BLOCK_SIZE, mask=n0 < end, other=0)
+    row = (block * BLOCK_SIZE + n0 % BLOCK_SIZE + tl.arange(0, BN)).to(tl.int64) * KV_HEADS + kv_head
+    half = k_ptr + row[:, None] * D + tl.arange(0, D // 2)[None, :]
+    k1 = tl.load(half, mask=ok[:, None], other=0.0).to(dtype)
+    k2 = tl.load(half + D // 2, mask=ok[:, None], other=0.0).to(dtype)
+    v = tl.load(v_ptr + row[:, None] * D + tl.arange(0, D)[None, :], mask=ok[:, None], other=0.0).to(dtype)
+    k_scale = tl.full([BN], 1.0, tl.float32)
+    v_scale = tl.full([BN], 1.0, tl.float32)
+    if QUANT_MAX > 0:
+        k_scale = tl.load(k_scale_ptr + row, mask=ok, other=0.0)
+        v_scale = tl.load(v_scale_ptr + row, mask=ok, other=0.0)
+    return k1, k2, v, k_scale, v_scale, ok
+
+
+@jit
+def attend_keys(qa, qb, k1, k2, v, k_scale, v_scale, ok, m, total, acc, QUANT_MAX: tl.constexpr, PRECISION: tl.constexpr):
+    """One tile of `load_keys` added to the online softmax of queries qa, qb (halves, [GP, D/2])."""
+    s = tl.dot(qb, k2.T, tl.dot(qa, k1.T, input_precision=PRECISION), input_precision=PRECISION)
+    if QUANT_MAX > 0:
+        s = s * k_scale[None, :]
+    p, alpha, m, total = softmax_step(tl.where(ok[None, :], s, float("-inf")), m, total)
+    if QUANT_MAX > 0:
+        p = p * v_scale[None, :]
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return m, total, acc
+
+
 @jit(do_not_specialize=["splits", "plane"])
 def decode_attention_kernel(
     qkv_ptr, qkv_stride, positions_ptr, seq_ptr, slots_ptr, table_ptr, table_stride, rope_ptr, q_weight_ptr, k_weight_ptr,
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, part_ptr, ml_ptr, counter_ptr, out_ptr, splits, plane, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, WINDOW: tl.constexpr, GP: tl.constexpr, OWN: tl.constexpr, K_EQ_V: tl.constexpr,
-    QUANT_MAX: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, WINDOW: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, OWN: tl.constexpr, K_EQ_V: tl.constexpr,
+    QUANT_MAX: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """program (row x K/V head, split). The split that holds the row's own position also stores its K and V; the last program
     of a row and head to arrive combines the splits in ascending order."""
@@ -61,23 +97,27 @@ def decode_attention_kernel(
     low = first_key(n, WINDOW)
     base = (low // CHUNK + c) * CHUNK
     used = tl.cdiv(n, CHUNK) - low // CHUNK
-    table = table_ptr + tl.load(seq_ptr + r).to(tl.int64) * table_stride
-    h = tl.arange(0, GP)
-    j = tl.arange(0, HD)
-    d = tl.arange(0, D)
-    # nothing up to the wait depends on the kernel in front: positions, tables and weights were there before the chain
-    cos = tl.load(rope_ptr + (n - 1).to(tl.int64) * D + j).to(tl.float32)
-    sin = tl.load(rope_ptr + (n - 1).to(tl.int64) * D + HD + j).to(tl.float32)
-    begin = tl.maximum(base, low // BN * BN)
-    block = tl.load(table + begin // BLOCK_SIZE, mask=base < n, other=0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    if base < n:
+    if base < n:  # the programs of splits that this row does not have end here
+        table = table_ptr + tl.load(seq_ptr + r).to(tl.int64) * table_stride
+        h = tl.arange(0, GP)
+        j = tl.arange(0, HD)
+        d = tl.arange(0, D)
+        # nothing up to the wait depends on the kernel in front: positions, tables, weights and the keys of earlier steps
+        cos = tl.load(rope_ptr + (n - 1).to(tl.int64) * D + j).to(tl.float32)
+        sin = tl.load(rope_ptr + (n - 1).to(tl.int64) * D + HD + j).to(tl.float32)
+        own_row = (tl.load(table + (n - 1) // BLOCK_SIZE) * BLOCK_SIZE + (n - 1) % BLOCK_SIZE).to(tl.int64) * KV_HEADS + kv_head
+        begin = tl.maximum(base, low // BN * BN)
+        end = tl.minimum(base + CHUNK, n - 1)  # of the keys of earlier steps
+        k1, k2, v, k_scale, v_scale, ok = load_keys(
+            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, begin, low, end, kv_head, BN, BLOCK_SIZE, KV_HEADS, D, QUANT_MAX, dtype
+        )
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
         src = qkv_ptr + r.to(tl.int64) * qkv_stride
-        end = tl.minimum(base + CHUNK, n)
+        newest = base + CHUNK >= n
         if OWN:
-            if end == n:
+            if newest:
                 one = kv_head + tl.arange(0, 1)
                 slot = tl.load(slots_ptr + r).to(tl.int64)
                 keep = (one >= 0) & (slot >= 0)
@@ -91,7 +131,7 @@ def decode_attention_kernel(
                 va = round_to(a * rstd[:, None], dtype)
                 vb = round_to(b * rstd[:, None], dtype)
                 store_heads(va, vb, v_ptr, v_scale_ptr, slot, one, keep, KV_HEADS, D, QUANT_MAX)
-            tl.debug_barrier()  # the tile below reads what other threads of this program have just stored
+                tl.debug_barrier()  # the newest key is read back below, by other threads of this program
         a, b, squares = load_heads(src + kv_head * G * D, h, h < G, plane, D, SPLITS, dtype)
         a, b = norm_rope(a, b, 1.0 / tl.sqrt(squares / D + eps), q_weight_ptr, cos, sin, D, dtype)
         qa = a.to(dtype)
@@ -99,24 +139,24 @@ def decode_attention_kernel(
         m = tl.full([GP], -1e30, tl.float32)
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, D], tl.float32)
-        for n0 in tl.range(begin, end, BN, num_stages=1):
-            cols = n0 + tl.arange(0, BN)
-            ok = (cols < n) & (cols >= low)
-            slots = (block * BLOCK_SIZE + n0 % BLOCK_SIZE + tl.arange(0, BN)).to(tl.int64) * KV_HEADS + kv_head
-            block = tl.load(table + tl.minimum(n0 + BN, n - 1) // BLOCK_SIZE)
-            k_row = k_ptr + slots[:, None] * D + j[None, :]
-            k1 = tl.load(k_row, mask=ok[:, None], other=0.0).to(dtype)
-            k2 = tl.load(k_row + HD, mask=ok[:, None], other=0.0).to(dtype)
-            v = tl.load(v_ptr + slots[:, None] * D + d[None, :], mask=ok[:, None], other=0.0).to(dtype)
-            s = tl.dot(qb, k2.T, tl.dot(qa, k1.T, input_precision=PRECISION), input_precision=PRECISION)
+        if newest:
+            ka = tl.load(k_ptr + own_row * D + j).to(tl.float32)
+            kb = tl.load(k_ptr + own_row * D + HD + j).to(tl.float32)
+            one_v = tl.load(v_ptr + own_row * D + d).to(tl.float32)
+            m = tl.sum(qa.to(tl.float32) * ka[None, :], 1) + tl.sum(qb.to(tl.float32) * kb[None, :], 1)
             if QUANT_MAX > 0:
-                s = s * tl.load(k_scale_ptr + slots, mask=ok, other=0.0)[None, :]
-            p, alpha, m, total = softmax_step(tl.where(ok[None, :], s, float("-inf")), m, total)
-            if QUANT_MAX > 0:
-                p = p * tl.load(v_scale_ptr + slots, mask=ok, other=0.0)[None, :]
-            acc = tl.dot(p.to(dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        out = out_ptr + (r.to(tl.int64) * HEADS + kv_head * G + h)[:, None] * D + d[None, :]
+                m = m * tl.load(k_scale_ptr + own_row)
+                one_v = one_v * tl.load(v_scale_ptr + own_row)
+            total += 1.0
+            acc += one_v[None, :]
+        m, total, acc = attend_keys(qa, qb, k1, k2, v, k_scale, v_scale, ok, m, total, acc, QUANT_MAX, PRECISION)
+        for n0 in tl.range(begin + BN, end, BN, num_stages=STAGES):
+            k1, k2, v, k_scale, v_scale, ok = load_keys(
+                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, n0, low, end, kv_head, BN, BLOCK_SIZE, KV_HEADS, D, QUANT_MAX, dtype
+            )
+            m, total, acc = attend_keys(qa, qb, k1, k2, v, k_scale, v_scale, ok, m, total, acc, QUANT_MAX, PRECISION)
         if used == 1:
+            out = out_ptr + (r.to(tl.int64) * HEADS + kv_head * G + h)[:, None] * D + d[None, :]
             tl.store(out, (acc / total[:, None]).to(dtype), mask=(h < G)[:, None])
         else:
             first = tl.program_id(0).to(tl.int64) * splits * G
@@ -128,21 +168,23 @@ def decode_attention_kernel(
             arrived = tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
             if arrived == used - 1:
                 tl.store(counter_ptr + tl.program_id(0), 0)
-                m = tl.full([GP], -1e30, tl.float32)
-                total = tl.zeros([GP], tl.float32)
-                acc = tl.zeros([GP, D], tl.float32)
-                for e in tl.range(0, used, loop_unroll_factor=4):
-                    part = first + e * G + h
-                    m_e = tl.load(ml_ptr + part * 2, mask=h < G, other=-1e30, cache_modifier=".cg")
-                    total_e = tl.load(ml_ptr + part * 2 + 1, mask=h < G, other=1.0, cache_modifier=".cg")
-                    acc_e = tl.load(part_ptr + part[:, None] * D + d[None, :], mask=(h < G)[:, None], other=0.0, cache_modifier=".cg")
-                    m_new = tl.maximum(m, m_e)
-                    old = tl.exp2((m - m_new) * L2E)
+                g = tl.arange(0, GC)
+                m_all = tl.full([GC], -1e30, tl.float32)
+                total_all = tl.zeros([GC], tl.float32)
+                acc_all = tl.zeros([GC, D], tl.float32)
+                for e in tl.range(0, used, loop_unroll_factor=8):
+                    at = first + e * G + g
+                    m_e = tl.load(ml_ptr + at * 2, mask=g < G, other=-1e30, cache_modifier=".cg")
+                    total_e = tl.load(ml_ptr + at * 2 + 1, mask=g < G, other=1.0, cache_modifier=".cg")
+                    acc_e = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0, cache_modifier=".cg")
+                    m_new = tl.maximum(m_all, m_e)
+                    old = tl.exp2((m_all - m_new) * L2E)
                     new = tl.exp2((m_e - m_new) * L2E)
-                    acc = acc * old[:, None] + acc_e * new[:, None]
-                    total = total * old + total_e * new
-                    m = m_new
-                tl.store(out, (acc / total[:, None]).to(dtype), mask=(h < G)[:, None])
+                    acc_all = acc_all * old[:, None] + acc_e * new[:, None]
+                    total_all = total_all * old + total_e * new
+                    m_all = m_new
+                out = out_ptr + (r.to(tl.int64) * HEADS + kv_head * G + g)[:, None] * D + d[None, :]
+                tl.store(out, (acc_all / total_all[:, None]).to(dtype), mask=(g < G)[:, None])
 
 
 def triton(
@@ -164,6 +206,7 @@ def triton(
     chunk: int = CHUNK,
     keys: int | None = None,
     warps: int | None = None,
+    stages: int = 1,
 ) -> torch.Tensor:
     """`reference` in one launch; qkv may be partial sums, [splits, R, ..] (split_linear.py). A row must not read a position
     that another row of the same call writes: one row per sequence.
@@ -187,7 +230,7 @@ def triton(
         qkv, width, rows.positions, rows.seq_index, slots, block_table, block_table.stride(0), rope, q_weight, k_weight,
         kv.k, kv.v, kv.k_scale, kv.v_scale, part, ml, counters, out, splits, r * width, eps,
         heads, kv_heads, head_dim, min(keys, 16) if exact else keys, kv.block_size, chunk, window,
-        max(16, next_power_of_2(heads // kv_heads)), own, k_eq_v, kv.quant_max, "ieee" if exact else "tf32", splits_of(qkv), pdl,
+        max(16, next_power_of_2(heads // kv_heads)), next_power_of_2(heads // kv_heads), own, k_eq_v, kv.quant_max, "ieee" if exact else "tf32", splits_of(qkv), stages, pdl,
         num_warps=warps or (8 if head_dim > 256 else 4), **pdl_launch(pdl),
     )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ from lastrow.kernels._triton import L2E, cdiv, jit, next_power_of_2, round_to, t
 from lastrow.kernels.attention import softmax_step
 
 VOCAB_CHUNK = 16384
+VOCAB_BLOCK = 4096  # ids per program of the argmax
 
 
 def softcap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -96,6 +97,46 @@ def triton_row_logsumexp(logits: torch.Tensor) -> torch.Tensor:
     out = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
     if out.numel():
         row_logsumexp_kernel[(out.numel(),)](logits, out, logits.shape[1], 4096, num_warps=8)
+    return out
+
+
+@jit
+def argmax_kernel(logits_ptr, value_ptr, id_ptr, size, BLOCK: tl.constexpr):
+    """program (row, block of ids)."""
+    r = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + r * size + i, mask=i < size, other=-float("inf")).to(tl.float32)
+    value, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    part = r * tl.num_programs(1) + tl.program_id(1)
+    tl.store(value_ptr + part, value)
+    tl.store(id_ptr + part, tl.program_id(1) * BLOCK + at)
+
+
+@jit
+def combine_argmax_kernel(value_ptr, id_ptr, out_ptr, parts, size, PARTS: tl.constexpr):
+    r = tl.program_id(0)
+    i = tl.arange(0, PARTS)
+    value = tl.load(value_ptr + r * parts + i, mask=i < parts, other=-float("inf"))
+    ids = tl.load(id_ptr + r * parts + i, mask=i < parts, other=size)
+    first = tl.min(tl.where(value == tl.max(value, 0), ids, size - 1), 0)  # a row of NaN: the last id, not one outside
+    tl.store(out_ptr + r, first.to(tl.int64))
+
+
+def reference_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """logits [R, V] -> the greedy token of each row, [R] int64; ties go to the lowest id. The softcap changes nothing: it is monotone."""
+    return logits.argmax(-1)
+
+
+def triton_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """`reference_argmax` over blocks of ids, so that few rows fill the card, too."""
+    rows, size = logits.shape
+    parts = cdiv(size, VOCAB_BLOCK)
+    value = torch.empty(rows, parts, device=logits.device, dtype=torch.float32)
+    ids = torch.empty(rows, parts, device=logits.device, dtype=torch.int32)
+    out = torch.empty(rows, device=logits.device, dtype=torch.int64)
+    if rows:
+        argmax_kernel[(rows, parts)](logits, value, ids, size, VOCAB_BLOCK, num_warps=4)
+        combine_argmax_kernel[(rows,)](value, ids, out, parts, size, next_power_of_2(parts), num_warps=1)
     return out
 
 

@@ -18,6 +18,9 @@ MAX_ROWS = 64
 PROGRAMS = 200
 """Programs aimed at: 1.5 per multiprocessor of an H200 (132 and 264 were slower, docs/benchmarks)."""
 
+LONG_K = 6144
+"""A sum this long fills its program's pipeline by itself; more programs would only leave more partial sums to read."""
+
 
 def reference(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.Tensor:
     """x [M, K], weight [N, K] -> partial sums [splits, M, N] fp32 whose sum over the first axis is x @ weight.T."""
@@ -27,20 +30,31 @@ def reference(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.Tenso
 
 @jit(do_not_specialize=["M"])
 def split_linear_kernel(
-    x_desc, w_desc, out_ptr, M, N,
+    x_desc, w_desc, w_ptr, w_stride, out_ptr, M, N,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr, GEGLU: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """program (BN weight rows, SPAN of K). The weight is the left operand: its rows fill the tensor cores' M, the few rows N.
 
+    AHEAD: the first steps (0, 1 or 2), whose weights do not wait for the kernel in front.
     GEGLU: weight rows alternate gate, up, K is not divided, and the output [M, N/2] is in x's dtype."""
     n0 = tl.program_id(0) * BN
     k0 = tl.program_id(1) * SPAN
+    if AHEAD > 0:
+        n = n0 + tl.arange(0, BN)
+        first = w_ptr + n[:, None].to(tl.int64) * w_stride + k0 + tl.arange(0, BK)[None, :]
+        w0 = tl.load(first, mask=(n < N)[:, None], other=0.0)
+        if AHEAD > 1:
+            w1 = tl.load(first + BK, mask=(n < N)[:, None], other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     acc = tl.zeros([BN, BM], tl.float32)
-    for k in tl.range(0, SPAN, BK, num_stages=STAGES):
+    if AHEAD > 0:
+        acc = tl.dot(w0, x_desc.load([0, k0]).T, acc, input_precision=PRECISION)
+        if AHEAD > 1:
+            acc = tl.dot(w1, x_desc.load([0, k0 + BK]).T, acc, input_precision=PRECISION)
+    for k in tl.range(AHEAD * BK, SPAN, BK, num_stages=STAGES):
         w = w_desc.load([n0, k0 + k])
         x = x_desc.load([0, k0 + k])
         acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
@@ -59,28 +73,36 @@ def split_linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """n: weight rows per program. k: of one step. splits: programs that share a weight row."""
+    """n: weight rows per program. k: of one step. splits: programs that share a weight row. ahead: steps whose weights are loaded
+    before the kernel in front has ended."""
 
     n: int
     k: int
     splits: int
+    stages: int = 3
+    warps: int = 4
+    ahead: int = 0
 
 
-def split_config(weight_rows: int, k: int, geglu: bool = False) -> SplitConfig:
-    """Tile and splits of a weight [weight_rows, k]. Raises ValueError for a k that no step divides."""
+def split_config(weight_rows: int, k: int, geglu: bool = False, rows: int = MAX_ROWS) -> SplitConfig:
+    """Tile and splits of a weight [weight_rows, k] for so many rows, the best found on an H200 for the shapes of E2B. Raises
+    ValueError for a k that no step divides."""
     step = next((size for size in (128, 64, 32, 16) if k % size == 0), 0)
     if not step:
         raise ValueError(f"a weight has {k} columns: the Triton kernels need a multiple of 16")
     n = 64 if weight_rows >= 64 else 16
     tiles, steps = cdiv(weight_rows, n), k // step
-    fitting = [s for s in range(1, 17) if steps % s == 0 and tiles * s <= PROGRAMS]
-    return SplitConfig(n, step, 1 if geglu or not fitting else fitting[-1])
+    long = k >= LONG_K
+    fitting = [s for s in range(1, 5 if long else 17) if steps % s == 0 and tiles * s <= PROGRAMS]
+    splits = 1 if geglu or not fitting else fitting[-1]
+    ahead = 0 if long or geglu or rows > 32 else min(2, steps // splits)
+    return SplitConfig(n, step, splits, 6 if long else 3, 4, ahead)
 
 
 def triton(x: torch.Tensor, weight: torch.Tensor, *, geglu: bool = False) -> torch.Tensor:
     """`reference` with the splits of `split_config`; with geglu=True and a weight from geglu.pack the finished output [M, N/2]."""
     (m, k), n = x.shape, weight.shape[0]
-    c = split_config(n, k, geglu)
+    c = split_config(n, k, geglu, m)
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
     if geglu:
         out = torch.empty(m, n // 2, device=x.device, dtype=x.dtype)
@@ -90,8 +112,8 @@ def triton(x: torch.Tensor, weight: torch.Tensor, *, geglu: bool = False) -> tor
     w_desc = TensorDescriptor(weight, [n, k], [weight.stride(0), 1], [c.n, c.k])
     pdl = use_pdl(x)
     split_linear_kernel[(cdiv(n, c.n), c.splits)](
-        x_desc, w_desc, out, m, n, bm, c.n, c.k, k // c.splits, geglu, 3, "ieee" if x.dtype is torch.float32 else "tf32", pdl,
-        num_warps=4, **pdl_launch(pdl),
+        x_desc, w_desc, weight, weight.stride(0), out, m, n, bm, c.n, c.k, k // c.splits, geglu, c.stages, c.ahead,
+        "ieee" if x.dtype is torch.float32 else "tf32", pdl, num_warps=c.warps, **pdl_launch(pdl),
     )  # fmt: skip
     return out
 

@@ -163,10 +163,9 @@ class TritonOps:
         self.counts["row_logsumexp"] += 1
         return head.triton_row_logsumexp(logits)
 
-    def head_argmax(self, h: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Greedy token of each row, [R] int64, without fp32 logits: the softcap is monotone. Ties go to the lower id."""
-        self.counts["head_argmax"] += 1
-        return self.linear(h, table).argmax(-1)
+    def argmax(self, logits):
+        self.counts["argmax"] += 1
+        return head.triton_argmax(logits)
 
     def head_labels(self, h, table, label_ids, cap):
         self.counts["head_labels"] += 1
