@@ -235,6 +235,18 @@ def test_structured_outputs_hold_their_grammar(llm: LLM) -> None:
     assert not llm.engine.runner.grammars
 
 
+def test_allowed_ids_that_no_beginning_of_the_grammar_has_are_refused_on_arrival(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    blue, red = (llm.get_tokenizer().encode(word, add_bos=False)[0] for word in ("blue", "red"))
+    params = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"choice": ["blue whale"]}, allowed_token_ids=[red])
+    with pytest.raises(ValueError, match="no token can be the first: structured_outputs begins with none of allowed_token_ids"):
+        llm.generate("In the beginning", params, use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests and not llm.engine.runner.grammars
+    # a beginning that both allow, and then the grammar goes on alone
+    params = replace(params, allowed_token_ids=[red, blue])
+    assert llm.generate("In the beginning", params, use_tqdm=False)[0].outputs[0].text == "blue whale"
+
+
 def test_a_failed_call_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         llm.generate([[3, 4], {"prompt_token_ids": []}], SamplingParams(max_tokens=2), use_tqdm=False)

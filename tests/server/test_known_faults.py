@@ -90,6 +90,8 @@ def test_bad_words_index_error(server, items):
         assert first not in complete(server, row, bad_words=words)["text"]
     only = complete(server, row, bad_words=["certain"], structured_outputs={"choice": ["certain"]})
     assert only["text"] == "certain", "where the grammar allows one thing, that comes"
+    contradiction = {"prompt": row["prompt_ids"], "allowed_token_ids": [106], "min_tokens": 1}
+    assert "allowed_token_ids [106], min_tokens=1 excludes stop ids [106]" in server.error("/v1/completions", contradiction)
 
 
 def test_logit_bias_min_p_and_min_tokens_silently_ignored(server, items):
