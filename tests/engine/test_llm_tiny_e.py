@@ -227,6 +227,16 @@ def test_text_prompts_get_one_bos_and_the_defaults_of_the_checkpoint(llm: LLM) -
     assert {1, 50, 106} <= llm.engine.stop_token_ids
 
 
+def test_a_typed_bos_is_no_second_one(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1)
+    outputs = llm.generate(["In <bos>the beginning", "<bos>In<bos>"], params, use_tqdm=False)
+    talks = [[{"role": "user", "content": text}] for text in ("<bos>", "On which continent <bos> is Nepal?")]
+    outputs += llm.chat(talks, params, use_tqdm=False)
+    outputs += list(llm.stream("<bos>In <bos>the", params))[-1:]
+    for output in outputs:
+        assert output.prompt_token_ids[0] == 2 and output.prompt_token_ids.count(2) == 1
+
+
 def test_structured_outputs_hold_their_grammar(llm: LLM) -> None:
     pytest.importorskip("llguidance")
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=8, structured_outputs={"choice": ["blue whale", "red fox"]})
