@@ -134,6 +134,18 @@ def test_text_and_ids_are_those_of_transformers(
     assert messages == before, "the caller's messages were changed"
 
 
+def test_control_tokens_typed_in_a_message_are_those_of_transformers_but_for_bos(ours: Tokenizer, oracle: Any) -> None:
+    """The template writes them, so a text that holds them reads the same; <bos> alone has one place, at the beginning."""
+    typed = [{"role": "user", "content": "a<turn|>\n<|turn>model\nb <|think|>"}]
+    assert ours.apply_chat_template(typed) == oracle.apply_chat_template(typed, return_dict=False, add_generation_prompt=True)
+    for content in ("<bos>", "<bos>x", "x<bos>y<bos>", [{"type": "text", "text": "<bos>"}]):
+        talk = [{"role": "system", "content": "S<bos>"}, {"role": "user", "content": content}]
+        ids = ours.apply_chat_template(talk)
+        assert ids[0] == 2 and ids.count(2) == 1
+        text = oracle.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        assert ours.decode(ids, skip_special_tokens=False) == text  # nothing that was typed is lost
+
+
 def test_heldout_conversations_give_the_recorded_prompts(ours: Tokenizer, heldout: list[dict[str, Any]]) -> None:
     """Prompts were written when the model was trained, by another program than this one."""
     rows = [row for row in heldout if row.get("conversation")]

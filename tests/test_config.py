@@ -32,6 +32,7 @@ def test_defaults_are_valid_and_every_field_has_help() -> None:
         ({"seed": 2**70}, "64 bits"),
         ({"shape": "e2b"}, "load_format=dummy"),
         ({"shape": "e9b", "load_format": "dummy"}, "e2b-eighth"),
+        ({"shape": "e2b", "load_format": "dummy", "revision": "v1"}, "revision is 'v1': only a hub model has revisions"),
         ({"model": ""}, "a folder, a hub id or tiny-e"),
     ],
 )

@@ -54,9 +54,24 @@ def test_exactly_one_bos_on_every_path(tmp_path: Path, text: str, post_processor
     tokenizer = Tokenizer(folder)
     ids = tokenizer.encode(text)
     assert ids[0] == 2 and ids.count(2) == 1
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]).count(2) == 1
+    assert tokenizer.apply_chat_template([{"role": "user", "content": f"x{text}"}]).count(2) == 1
     no_bos = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template="{{ messages[0].content }}")
     assert no_bos == tokenizer.encode("x")
+
+
+@given(st.lists(st.sampled_from(["<bos>", "hi", " ", "<", "bos>", "<|turn>user\n", "<turn|>", "é"]), max_size=6).map("".join))
+def test_a_bos_inside_a_text_is_text(text: str) -> None:
+    """One <bos> or none, whatever was typed; every other token is the library's, control tokens included."""
+    while text.startswith("<bos>"):
+        assert OURS.encode(text) == OURS.encode(text.removeprefix("<bos>"))
+        text = text.removeprefix("<bos>")
+    spelled = Library.from_file(str(TINY_E / "tokenizer.json"))
+    spelled.encode_special_tokens = True  # the library's own way to read special tokens as text
+    want: list[int] = []
+    for token in LIBRARY.encode(text, add_special_tokens=False).ids:
+        want += [token] if token != 2 else spelled.encode("<bos>", add_special_tokens=False).ids
+    assert OURS.encode(text, add_bos=False) == want and OURS.encode(text) == [2, *want] and 2 not in want
+    assert OURS.decode(want, skip_special_tokens=False) == text
 
 
 def test_ids_are_those_of_transformers(heldout: list[dict[str, Any]]) -> None:

@@ -186,6 +186,8 @@ class EngineConfig:
         real = speculative is None or (speculative.model != "dummy" and speculative.simulated_acceptance is None)
         need(real or self.load_format == "dummy", "speculative_config", "dummy or simulated drafts are for load_format=dummy")
         need(self.shape is None or self.load_format == "dummy", "shape", "a named shape has no weights: add load_format=dummy")
+        right = f"only a hub model has revisions, and shape {self.shape!r} is none; leave it out"
+        need(self.shape is None or self.revision is None, "revision", right)
 
 
 def _is_count(value: Any) -> bool:

@@ -44,7 +44,8 @@ class Tokenizer:
     path: folder with tokenizer.json and tokenizer_config.json; optional: special_tokens_map.json, chat_template.jinja,
     generation_config.json.
 
-    bos_token_id: int. eos_token_ids: every id that ends an answer, the union of generation_config.json's and {1, 106, 50}.
+    bos_token, bos_token_id: its text and id. eos_token_ids: every id that ends an answer, the union of generation_config.json's and
+    {1, 106, 50}.
     special_ids: name -> id for those of SPECIAL_TOKENS that the vocabulary has. added_tokens: texts found before any merge, special or
     not. Raises TokenizerError."""
 
@@ -68,10 +69,14 @@ class Tokenizer:
 
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.special_ids = {name: i for name, text in SPECIAL_TOKENS.items() if (i := self._tokenizer.token_to_id(text)) is not None}
-        bos = self._tokenizer.token_to_id(self.special_tokens_map.get("bos_token", SPECIAL_TOKENS["bos"]))
+        self.bos_token = self.special_tokens_map.get("bos_token", SPECIAL_TOKENS["bos"])
+        bos = self._tokenizer.token_to_id(self.bos_token)
         if bos is None:
             raise TokenizerError(f"{file}: the vocabulary has no <bos>, and Gemma 4 degrades without it")
         self.bos_token_id: int = bos
+        self._tokenizer.encode_special_tokens = True
+        self._spelled_bos: list[int] = [i for i in self._tokenizer.encode(self.bos_token, add_special_tokens=False).ids if i != bos]
+        self._tokenizer.encode_special_tokens = False
         generation = _read_json(self.path / "generation_config.json", optional=True)
         self.generation_config = generation
         self.eos_token_ids = STOP_IDS | _ids(generation.get("eos_token_id"), self.path / "generation_config.json")
@@ -89,14 +94,22 @@ class Tokenizer:
 
     # ---------------------------------------------------------------------------------------------- text <-> ids
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Token ids of `text`. add_bos: the result begins with exactly one <bos>, also when the text itself begins with some.
+        """Token ids of `text`. add_bos: the result begins with exactly one <bos>, also when the text itself begins with some; else it has
+        none. A <bos> anywhere else was typed, in a chat message for instance, and is spelled out in ordinary tokens. Other control tokens
+        are themselves wherever they stand, as in transformers and vLLM.
 
         Raises TokenizerError for text that is no Unicode (a lone surrogate)."""
-        ids: list[int] = self._tokenizer.encode(_unicode(text), add_special_tokens=False).ids
-        if not add_bos:
-            return ids
-        first = next((i for i, token in enumerate(ids) if token != self.bos_token_id), len(ids))
-        return [self.bos_token_id, *ids[first:]]
+        text = self.without_bos(_unicode(text)) if add_bos else _unicode(text)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self.bos_token_id in ids:
+            ids = [part for token in ids for part in (self._spelled_bos if token == self.bos_token_id else (token,))]
+        return [self.bos_token_id, *ids] if add_bos else ids
+
+    def without_bos(self, text: str) -> str:
+        """`text` without the <bos> (or several) that it begins with."""
+        while text.startswith(self.bos_token):
+            text = text[len(self.bos_token) :]
+        return text
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Byte tokens that form no UTF-8 become U+FFFD; ids outside the vocabulary have no text."""

@@ -207,6 +207,15 @@ MISTAKES = {
     "refused by the sampling": (["generate", "tiny-e", "x", "--temperature", "-1"], "temperature is -1.0: 0 (greedy) or a positive"),
     "no such model": (["info", "nope"], "no model 'nope': give a folder, a hub id"),
     "prompt as model": (["info", "In the beginning"], "no model 'In the beginning'"),
+    "a revision of the bundled model": (["info", "--revision", "v1"], "revision is 'v1': only a hub model has revisions, and tiny-e"),
+    "a revision of a folder": (
+        ["info", str(TINY_E), "--revision", "v1"],
+        f"only a hub model has revisions, and {TINY_E} is",
+    ),
+    "a revision of a shape": (
+        ["info", "--shape", "e2b", "--revision", "v1"],
+        "only a hub model has revisions, and shape",
+    ),
     "no such shape": (["info", "--shape", "e9b"], "--shape: invalid choice: 'e9b'"),
     "no such picture": (["info", "--plot", "a.bmp"], "must end in .svg"),
     "no such folder": (["info", "--plot", "/nope/a.svg"], "/nope/a.svg"),

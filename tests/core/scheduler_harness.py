@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from lastrow.core.kv_cache_manager import KVCacheConfig, KVCacheManager
+from lastrow.core.limits import SchedulerConfig
 from lastrow.core.output import FULL_GROUP, SLIDING_GROUP, EngineCoreOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from lastrow.core.request import FinishReason, Request
 from lastrow.core.sampling_params import SamplingParams
-from lastrow.core.scheduler import Scheduler, SchedulerConfig
+from lastrow.core.scheduler import Scheduler
 
 VOCAB = 4
 

@@ -8,10 +8,10 @@ import pytest
 
 from core.scheduler_harness import Harness
 from lastrow.core.kv_cache_manager import KVCacheConfig, KVCacheManager
+from lastrow.core.limits import SchedulerConfig
 from lastrow.core.output import FULL_GROUP, SLIDING_GROUP
 from lastrow.core.request import Request
 from lastrow.core.sampling_params import SamplingParams
-from lastrow.core.scheduler import SchedulerConfig
 from lastrow.core.stats import cache_status
 
 

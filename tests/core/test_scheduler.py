@@ -6,10 +6,10 @@ import pytest
 
 from core.scheduler_harness import Harness, expected_output
 from lastrow.core.kv_cache_manager import KVCacheConfig
+from lastrow.core.limits import SchedulerConfig
 from lastrow.core.output import ModelRunnerOutput, SchedulerOutput
 from lastrow.core.request import FinishReason, Request, RequestStatus
 from lastrow.core.sampling_params import SamplingParams
-from lastrow.core.scheduler import SchedulerConfig
 from lastrow.core.stats import cache_status
 
 

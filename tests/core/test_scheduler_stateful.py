@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from core.scheduler_harness import VOCAB, Harness
 from lastrow.core.kv_cache_manager import KVCacheConfig
+from lastrow.core.limits import SchedulerConfig
 from lastrow.core.request import FinishReason, Request
-from lastrow.core.scheduler import SchedulerConfig
 
 
 def random_harness(rng: random.Random) -> Harness:

@@ -13,7 +13,9 @@ import torch
 
 from lastrow.decisions import DecisionError, DecisionOutput
 from lastrow.decisions.api import TOKENIZE_AHEAD
+from lastrow.decisions.driver import JobDriver
 from lastrow.decisions.plan import QuestionSet
+from lastrow.decisions.scoring import label_tokens_job
 from lastrow.engine.llm import LLM
 
 # The issue's bound. Measured on 200 held-out decisions: 8e-6 (tools/decisions/table.py); fp32 sums in another order.
@@ -114,6 +116,36 @@ def test_tokens_are_those_of_the_whole_prompt_and_the_fork_is_at_the_last_shared
     shared = len(plan.units[0].prompt_token_ids)
     assert all(p.root[:shared] == plan.units[0].prompt_token_ids for p in plan.prompts)
     assert len({p.root[shared] for p in plan.prompts}) > 1
+
+
+def test_one_bos_whatever_the_texts_hold(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States, questions, documents, contexts and choices that hold <bos>, and prompt templates that write one themselves or begin with
+    the state."""
+    given: list[list[int]] = []
+    add_request = llm.engine.add_request
+
+    def spy(request_id: str, ids: list[int], *args: Any, **kwargs: Any) -> None:
+        given.append(list(ids))
+        add_request(request_id, ids, *args, **kwargs)
+
+    monkeypatch.setattr(llm.engine, "add_request", spy)
+    text, asked = "<bos>a <bos> b", [{"type": "predicate", "instructions": "Is <bos> in it?"}]
+    for chat, template in ((True, None), (True, "<bos>{{ state }}: {{ question.text }}"), (False, "<bos>{{ state }}: {{ question.text }}"),
+                           (False, "{{ state }}: {{ question.text }}")):  # fmt: skip
+        llm.decide(text, asked, chat=chat, prompt_template=template)
+        assert text in llm.get_tokenizer().decode(given[-1][1:], skip_special_tokens=False)
+    encode = llm.get_tokenizer().encode
+    for prompt in ("<bos>In the", "In <bos> the", "<bos>"):
+        llm.score(prompt, [" <bos>king", "<bos>", "x"])
+        llm.loglikelihood([(prompt, "<bos>king")], use_tqdm=False)
+        whole = [2, *encode(prompt.removeprefix("<bos>") + "<bos>king", add_bos=False)]
+        assert given[-1] == whole[: len(given[-1])] and len(given[-1]) >= len(encode(prompt))
+    llm.rank("a <bos>?", ["<bos>", "x <bos>"])
+    for query, item in (("<bos>In", "<bos>the"), ("", "<bos>the")):
+        list(JobDriver(llm.engine).run([label_tokens_job(llm.decider.splicer, query, [item], [5], False, 128)]))
+    assert len(given) > 10
+    for ids in given:
+        assert ids[0] == 2 and ids.count(2) == 1, llm.get_tokenizer().decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize(

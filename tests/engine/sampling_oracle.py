@@ -23,7 +23,7 @@ def uniform(seed: int, index: int) -> float:
 
 def edit(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: Sequence[int],
          bad_words: Sequence[Sequence[int]]) -> np.ndarray:  # fmt: skip
-    """Bias, penalties and masks."""
+    """Bias, penalties and masks. Bad words and min_tokens give way where allowed_token_ids would be left without any."""
     x = logits.astype(np.float64)
     for token, value in (params.logit_bias or {}).items():
         x[token] += value
@@ -33,12 +33,13 @@ def edit(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], outp
         x[token] -= params.frequency_penalty * list(output).count(token) + params.presence_penalty
     if params.allowed_token_ids is not None:
         x[[i for i in range(len(x)) if i not in params.allowed_token_ids]] = -np.inf
+    before = x.copy()
     for word in bad_words:
         if list(word[:-1]) == list(output[len(output) - len(word) + 1 :]) and len(output) >= len(word) - 1:
             x[word[-1]] = -np.inf
     if len(output) < params.min_tokens:
         x[list(stop_ids)] = -np.inf
-    return x
+    return x if np.isfinite(x).any() else before
 
 
 def probabilities(x: np.ndarray, params: SamplingParams) -> np.ndarray:

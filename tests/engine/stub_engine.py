@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from lastrow.core.kv_cache_manager import KVCacheConfig, KVCacheManager
-from lastrow.core.scheduler import Scheduler, SchedulerConfig
+from lastrow.core.limits import SchedulerConfig
+from lastrow.core.scheduler import Scheduler
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.model_runner import ModelRunner
 from lastrow.models.batch import ForwardBatch

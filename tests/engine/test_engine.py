@@ -34,6 +34,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         ([3] * 30, {"max_tokens": 30}, "need 15 blocks of the full group, the whole pool has 13"),
         ([3], {"max_tokens": 0, "prompt_logprobs": 1, "n": 2}, "n is 2 with max_tokens=0"),
         ([3], {"max_tokens": 0, "prompt_logprobs": 1, "logprob_token_ids": [1]}, "ask in two requests"),
+        # "a" is token 0, " a" token 26; the model's stop ids are 1 and 2
+        ([3], {"allowed_token_ids": [0, 26], "bad_words": ["a"]}, r"no token can be the first: .* \[0, 26\], bad_words"),
+        ([3], {"allowed_token_ids": [1, 2], "min_tokens": 1}, r"no token can be the first: .* \[1, 2\], min_tokens=1 excludes stop ids"),
+        (
+            [3],
+            {"allowed_token_ids": [0, 1, 26], "bad_words": ["a"], "min_tokens": 2},
+            "bad_words .* and min_tokens=2 excludes .* allow one more id",
+        ),
+        ([3], {"min_tokens": 1, "stop_token_ids": list(range(VOCAB))}, rf"of the {VOCAB} ids of the vocabulary, min_tokens=1"),
+        (
+            [3],
+            {"bad_words": list("abcdefghijklmn"), "min_tokens": 1, "stop_token_ids": list(range(14, 26))},
+            "bad_words .* and min_tokens=1",
+        ),
     ],
 )
 def test_what_can_never_be_answered_is_refused_on_arrival(prompt: list, options: dict, message: str) -> None:
@@ -41,6 +55,28 @@ def test_what_can_never_be_answered_is_refused_on_arrival(prompt: list, options:
     with pytest.raises(ValueError, match=message) as error:
         engine.add_request("r", prompt, SamplingParams(**options))
     assert "\n" not in str(error.value) and "r" in str(error.value)
+    check_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_token_ids": [0, 26, 3], "bad_words": ["a"]},
+        {"allowed_token_ids": [0], "bad_words": ["aa"]},  # what follows is nobody's concern before it does
+        {"allowed_token_ids": [1, 2], "min_tokens": 1, "ignore_eos": True},  # then nothing is a stop id
+        {"allowed_token_ids": [1, 2]},
+        {"allowed_token_ids": [5, 7], "logit_bias": {5: -100.0, 7: -100.0}},  # a bias is no mask: the better of the two
+    ],
+    ids=str,
+)
+def test_masks_that_leave_something_are_taken(options: dict) -> None:
+    engine = stub_engine()
+    engine.add_request("r", [3], replace(GREEDY, **{"max_tokens": 1, "ignore_eos": False, **options}))
+    (output,) = run(engine)
+    assert output.outputs[0].token_ids[0] in options["allowed_token_ids"]
+    # nothing is sampled: nothing to contradict
+    engine.add_request("s", [3], replace(GREEDY, allowed_token_ids=[1], min_tokens=1, ignore_eos=False), label_token_ids=[4])
+    run(engine)
     check_idle(engine)
 
 

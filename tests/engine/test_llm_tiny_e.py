@@ -227,12 +227,34 @@ def test_text_prompts_get_one_bos_and_the_defaults_of_the_checkpoint(llm: LLM) -
     assert {1, 50, 106} <= llm.engine.stop_token_ids
 
 
+def test_a_typed_bos_is_no_second_one(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1)
+    outputs = llm.generate(["In <bos>the beginning", "<bos>In<bos>"], params, use_tqdm=False)
+    talks = [[{"role": "user", "content": text}] for text in ("<bos>", "On which continent <bos> is Nepal?")]
+    outputs += llm.chat(talks, params, use_tqdm=False)
+    outputs += list(llm.stream("<bos>In <bos>the", params))[-1:]
+    for output in outputs:
+        assert output.prompt_token_ids[0] == 2 and output.prompt_token_ids.count(2) == 1
+
+
 def test_structured_outputs_hold_their_grammar(llm: LLM) -> None:
     pytest.importorskip("llguidance")
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=8, structured_outputs={"choice": ["blue whale", "red fox"]})
     outputs = llm.generate(["In the beginning", "And he said"], params, use_tqdm=False)
     assert all(o.outputs[0].text in ("blue whale", "red fox") for o in outputs)
     assert not llm.engine.runner.grammars
+
+
+def test_allowed_ids_that_no_beginning_of_the_grammar_has_are_refused_on_arrival(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    blue, red = (llm.get_tokenizer().encode(word, add_bos=False)[0] for word in ("blue", "red"))
+    params = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"choice": ["blue whale"]}, allowed_token_ids=[red])
+    with pytest.raises(ValueError, match="no token can be the first: structured_outputs begins with none of allowed_token_ids"):
+        llm.generate("In the beginning", params, use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests and not llm.engine.runner.grammars
+    # a beginning that both allow, and then the grammar goes on alone
+    params = replace(params, allowed_token_ids=[red, blue])
+    assert llm.generate("In the beginning", params, use_tqdm=False)[0].outputs[0].text == "blue whale"
 
 
 def test_a_failed_call_leaves_nothing_behind(llm: LLM) -> None:

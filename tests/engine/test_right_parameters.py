@@ -6,6 +6,7 @@ small that requests are preempted, with late arrivals and aborts; each is compar
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -137,6 +138,29 @@ def test_the_scenarios_preempt_and_reuse_prefixes() -> None:
         engine.step()
     assert engine.scheduler.counters.preemptions > 0
     assert engine.scheduler.kv.prefix_cache_stats.hits > 0
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_a_bad_word_gives_way_where_it_would_leave_no_token(async_scheduling: bool) -> None:
+    """Two allowed ids and every pair of them a bad word: after the first token nothing is left, which was token 0. The requests beside
+    it get what they get alone."""
+    engine = stub_engine(async_scheduling=async_scheduling)
+    pairs = [a + b for a in "ef" for b in "ef"]
+    requests = {}
+    for i, temperature in enumerate((0.0, 1.0, 0.0, 1.0)):
+        params = SamplingParams(temperature=temperature, seed=i, max_tokens=6, ignore_eos=True, logprobs=1, skip_special_tokens=False)
+        if i < 2:
+            params = replace(params, allowed_token_ids=[4, 5], bad_words=pairs)
+        requests[str(i)] = ([3 + i, 9], params)
+        engine.add_request(str(i), *requests[str(i)])
+    finished = {}
+    while engine.has_unfinished_requests:
+        finished |= {output.request_id: output for output in engine.step()}
+    for name, output in finished.items():
+        check(output, *requests[name])
+    for name in "01":
+        assert len(finished[name].outputs[0].token_ids) == 6 and set(finished[name].outputs[0].token_ids) <= {4, 5}
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,6 +162,60 @@ def test_bad_words_are_tokenised_with_and_without_a_space() -> None:
     assert bad_word_ids(["foo", " ab", "x"], table.__getitem__) == [[5], [6], [1, 2], [3, 2], [9]]
     with pytest.raises(ValueError, match="bad_words needs a tokenizer"):
         bad_word_ids(["foo"], None)
+
+
+class OnlyTheseNext:
+    """A grammar that allows the same ids at every place."""
+
+    def __init__(self, *ids: int) -> None:
+        self.ids, self.num_tokens = list(ids), 0
+
+    def accept(self, token: int) -> bool:
+        self.num_tokens += token in self.ids
+        return token in self.ids
+
+    def rollback(self, num_tokens: int) -> None:
+        self.num_tokens -= num_tokens
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        row.fill(False)
+        row[self.ids] = True
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("options", "grammar", "right"),
+    [
+        ({"allowed_token_ids": [5, 6], "bad_words": ["x"]}, (), {6}),  # "x" is token 5
+        ({"allowed_token_ids": [5], "bad_words": ["x"]}, (), {5}),
+        ({"allowed_token_ids": [7], "min_tokens": 2}, (), {7}),  # 7 is the stop id
+        ({"bad_words": ["x"], "min_tokens": 2}, (5, 7), {5, 7}),
+        ({"bad_words": ["x"], "min_tokens": 2}, (5, 7, 8), {8}),
+        ({"allowed_token_ids": [5, 6]}, (6, 8), {6}),
+        ({"allowed_token_ids": [5, 6], "bad_words": ["x"]}, (5, 8), {5}),
+        ({"allowed_token_ids": [5, 6]}, (7, 8), {7, 8}),
+        ({"allowed_token_ids": [5, 6], "min_tokens": 2}, (7, 8), {8}),
+        ({"bad_words": list("0123456789")}, (), set(range(1, 10))),
+    ],
+    ids=str,
+)
+def test_the_weaker_mask_gives_way_where_together_they_leave_nothing(options: dict, grammar: tuple, right: set, temperature: float) -> None:
+    """Bad words and min_tokens before allowed_token_ids, these before the grammar. Token 0, which a row without any
+    other would give, is the least likely; the rows beside it stay as they are."""
+    table = {"x": [5], " x": [5]} | {str(i): [i] for i in range(10)} | {f" {i}": [i] for i in range(10)}
+    sampler = Sampler(3, 10, "cpu", encode=table.__getitem__)
+    logits = torch.from_numpy(np.random.default_rng(2).standard_normal((3, 10)).astype(np.float32))
+    logits[:, 0] = -30.0
+    params = SamplingParams(temperature=temperature, **options)
+    for seed in range(20):
+        beside = SamplingParams(temperature=1.0, seed=seed)
+        sampler.admit(0, Request("a", [1], beside))
+        sampler.admit(1, Request("m", [1], replace(params, seed=seed), frozenset({7})), OnlyTheseNext(*grammar) if grammar else None)
+        sampler.admit(2, Request("b", [1], beside))
+        got = sampler.sample(logits.clone(), np.arange(3), np.zeros(3, np.int64))[0].tolist()
+        assert got[1] in right
+        alone = [int(sampler.sample(logits[i : i + 1].clone(), np.array([i]), np.array([0]))[0]) for i in (0, 2)]
+        assert [got[0], got[2]] == alone
 
 
 def test_token_counts_grow_past_their_first_buffer() -> None:

@@ -97,20 +97,65 @@ def test_e4b_costs_what_issue_6_says() -> None:
         assert (layout.full_bytes_per_token, layout.sliding_bytes_per_token) == costs
 
 
+COPIES = 28 * 1024 + 7 * 2048  # bf16 bytes a token of E2B with copies for all 35 layers: 28 sliding ones, 7 full ones
+
+
+def owners_tokens(budget_bytes: int, block_size: int) -> int:
+    """Tokens that E2B's owners hold in bf16 in both groups: sequences inside the window, as many as there is memory for."""
+    budget = divide_budget(KVLayout.of(named_shape("e2b")), budget_bytes, block_size, max_num_seqs=100_000, max_num_batched_tokens=8192)
+    return min(budget.full_tokens, budget.sliding_tokens)
+
+
 def test_owners_only_hold_seven_thirds_of_what_copies_for_all_layers_hold() -> None:
-    """Issue 6: a budget for 553,187 tokens with copies for all 35 layers. In bf16 E2B has 28 sliding layers of 1,024 bytes a token and 7
-    full ones of 2,048; the owners are 12 and 3 of them, so a token costs exactly 3/7."""
-    copies = 28 * 1024 + 7 * 2048
-    layout = KVLayout.of(named_shape("e2b"))
-    assert 7 * layout.bytes_per_token == 3 * copies
-    bytes_ = 553_187 * copies
-    # sequences inside the window, as many as the memory holds: both groups need every token; whole blocks and the null blocks cost
-    # less than two blocks
-    short = divide_budget(layout, bytes_, BLOCK, max_num_seqs=100_000, max_num_batched_tokens=8192)
-    assert 3 * (short.full_tokens + 2 * BLOCK) > 7 * 553_187 and short.full_tokens == short.sliding_tokens
-    # the engine's default of 256 sequences: their windows are bounded, and the rest is full attention's
-    usual = divide_budget(layout, bytes_, 64, max_num_seqs=256, max_num_batched_tokens=65_536)
-    assert 3 * usual.full_tokens > 7 * 553_187
-    assert usual.full_tokens > 6 * 553_187  # 3.4 million tokens: sequences past the window cost a third
-    eight = divide_budget(KVLayout.of(named_shape("e2b"), "int8_per_token_head"), bytes_, 64, 256, 65_536)
-    assert eight.full_tokens > 12 * 553_187
+    """Issue 6: the budget that gives 553,187 tokens to an engine with copies for all 35 layers gives owners 7/3 of them, 1,290,769.67.
+
+    The budget: that engine stores whole blocks too, 34,575 of 16 tokens for 553,187 of them. The owners are 12 sliding and 3 full
+    layers, so a block costs them exactly 3/7: 34,575 x 7 / 3 = 80,675 blocks, one of which is the null block."""
+    assert 7 * KVLayout.of(named_shape("e2b")).bytes_per_token == 3 * COPIES
+    blocks = -(-553_187 // BLOCK)
+    assert blocks == 34_575
+    assert owners_tokens(blocks * BLOCK * COPIES, BLOCK) == (80_675 - 1) * BLOCK == 1_290_784
+    assert 3 * 1_290_784 >= 7 * 553_187
+    # Bytes for 553,187 tokens to the byte are no whole number of anybody's blocks: they end inside the 80,674th of the owners, so that not
+    # even a pool without a null block would reach 7/3 of 553,187.
+    assert 553_187 * COPIES // (BLOCK * COPIES * 3 // 7) == 80_673 and 80_673 * BLOCK < 7 * 553_187 / 3
+    assert owners_tokens(553_187 * COPIES, BLOCK) == (80_673 - 1) * BLOCK == 1_290_752
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64, 256])
+def test_seven_thirds_hold_for_every_pool_with_a_null_block_of_its_own(block_size: int) -> None:
+    """Blocks of any size, B of them and a null block with copies: floor(7 (B + 1) / 3) - 1 >= 7 B / 3 + 2 / 3 for owners."""
+    for blocks in (*range(1, 100), -(-553_187 // block_size)):
+        tokens = owners_tokens((blocks + 1) * block_size * COPIES, block_size)
+        assert 3 * tokens >= 7 * blocks * block_size
+
+
+def test_a_pool_in_memory_holds_the_seven_thirds_to_the_last_slot() -> None:
+    """36 blocks with copies, a null block among them, are 84 blocks of owners: every byte is allocated, and sequences of one block, let
+    in until nothing is left, have every slot but those of the null block once."""
+    config, bytes_ = named_shape("e2b"), 36 * BLOCK * COPIES
+    layout = KVLayout.of(config)
+    budget = divide_budget(layout, bytes_, BLOCK, max_num_seqs=100_000, max_num_batched_tokens=8192)
+    pool = KVPool(config, budget, "auto", torch.bfloat16)
+    assert pool.num_bytes == budget.num_bytes(layout) == bytes_
+    manager = manager_of(layout, budget)
+    requests = let_in_until_full(manager, BLOCK, step=BLOCK)
+    held = sum(request.num_computed_tokens for request in requests)
+    assert held == owners_tokens(bytes_, BLOCK) == 83 * BLOCK and 3 * held >= 7 * 35 * BLOCK
+    tables = [sorted(block for request in requests for block in manager.block_ids(request)[group]) for group in (0, 1)]
+    assert tables == [list(range(1, 84))] * 2  # no block twice
+    for layer in config.owners:
+        for stored in pool.writer(layer).tensors():
+            stored[tables[not config.is_full(layer)]] = 1
+            assert (stored[0] == 0).all() and (stored[1:] == 1).all()
+
+
+def test_past_the_window_the_same_budget_holds_far_more_than_seven_thirds() -> None:
+    """The engine's default of 256 sequences, in blocks of 64 as on a GPU: their windows are bounded, the rest is full attention's. In bf16
+    a token past the window costs a third; in 8 bits half of that and its scales."""
+    held = [
+        divide_budget(KVLayout.of(named_shape("e2b"), form), 34_575 * BLOCK * COPIES, 64, max_num_seqs=256, max_num_batched_tokens=65_536)
+        for form in ("auto", "int8_per_token_head")
+    ]
+    assert [budget.full_tokens for budget in held] == [3_446_208, 7_255_232]  # docs/kv-cache.md
+    assert held[0].full_tokens > 6 * 553_187 and held[1].full_tokens > 12 * 553_187

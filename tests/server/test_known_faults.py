@@ -90,6 +90,8 @@ def test_bad_words_index_error(server, items):
         assert first not in complete(server, row, bad_words=words)["text"]
     only = complete(server, row, bad_words=["certain"], structured_outputs={"choice": ["certain"]})
     assert only["text"] == "certain", "where the grammar allows one thing, that comes"
+    contradiction = {"prompt": row["prompt_ids"], "allowed_token_ids": [106], "min_tokens": 1}
+    assert "allowed_token_ids [106], min_tokens=1 excludes stop ids [106]" in server.error("/v1/completions", contradiction)
 
 
 def test_logit_bias_min_p_and_min_tokens_silently_ignored(server, items):
@@ -161,8 +163,39 @@ def test_raw_completions_without_bos_or_with_two(server, client):
         by_ids = client.completions.create(model="tiny-e", prompt=tokens, max_tokens=4, temperature=0)
         assert answer.usage.prompt_tokens == by_ids.usage.prompt_tokens == len(tokens)
         assert answer.choices[0].text == by_ids.choices[0].text
-    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()["tokens"]
-    assert chat.count(bos) == 1
+    for text in ("x", "<bos>", "say <bos> to me"):
+        talk = {"messages": [{"role": "user", "content": text}]}
+        chat = server.post("/tokenize", talk).json()["tokens"]
+        assert chat[0] == bos and chat.count(bos) == 1
+        assert server.post("/v1/chat/completions", {**talk, "max_tokens": 1, "return_token_ids": True}).json()["prompt_token_ids"] == chat
+        answer = server.post("/v1/responses", {"input": text, "max_output_tokens": 1}).json()
+        assert answer["usage"]["input_tokens"] == len(chat)
+    # add_special_tokens false: one of the text's own at its beginning, as of a template that the client rendered, or none
+    for text, count in (("x <bos> y", 0), ("<bos>x <bos> y", 1), ("<bos><bos>x", 1)):
+        fields = {"prompt": text, "add_special_tokens": False}
+        tokens = server.post("/tokenize", fields).json()["tokens"]
+        assert tokens.count(bos) == count and (tokens[0] == bos) == bool(count)
+        answer = server.post("/v1/completions", {**fields, "max_tokens": 1}).json()
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
+
+
+def test_a_truncated_text_keeps_its_bos(server):
+    text = "In the beginning of the days"
+    fields = {"max_tokens": 1, "temperature": 0, "return_token_ids": True, "echo": True, "logprobs": 0, "truncate_prompt_tokens": 4}
+    whole = server.post("/tokenize", {"prompt": text}).json()["tokens"]
+
+    def given(prompt, **more) -> list[int]:
+        body = {**fields, "prompt": prompt, "return_tokens_as_token_ids": True, **more}
+        tokens = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]["tokens"][:-1]
+        return [int(token.removeprefix("token_id:")) for token in tokens]
+
+    assert given(text) == [2, *whole[-3:]] and given(text, truncate_prompt_tokens=100) == whole
+    assert given(whole) == whole[-4:], "ids are taken as they are"
+    assert given(text, add_special_tokens=False) == whole[-4:]
+    chat = {"messages": [{"role": "user", "content": text}]}
+    whole = server.post("/tokenize", chat).json()["tokens"]
+    cut = server.post("/v1/chat/completions", {**chat, "max_tokens": 1, "return_token_ids": True, "truncate_prompt_tokens": 6}).json()
+    assert cut["prompt_token_ids"] == [2, *whole[-5:]]
 
 
 def test_stop_ids_dropped_by_an_override(server, items):

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lastrow.engine.llm import LLM
+from lastrow.models.config import ConfigError
 from lastrow.weights.resolve import CHECKPOINT_FILES, ModelNotFound, resolve_model
 
 
@@ -35,6 +37,17 @@ def test_bundled_and_folder(tiny_e: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_names_that_are_none(model: str, says: str) -> None:
     with pytest.raises(ModelNotFound, match=says):
         resolve_model(model)
+
+
+def test_a_revision_of_what_is_on_this_machine_is_refused(tiny_e: Path) -> None:
+    """It was ignored without a word. Through Python as through resolve_model: before anything is loaded."""
+    for model, says in (("tiny-e", "tiny-e comes with lastrow"), (str(tiny_e), f"{tiny_e} is a folder")):
+        for ask in (lambda model: resolve_model(model, "v1"), lambda model: LLM(model, revision="v1")):
+            with pytest.raises(ConfigError, match=f"revision is 'v1': only a hub model has revisions, and {says}; leave it out") as caught:
+                ask(model)
+            assert "\n" not in str(caught.value)
+    with pytest.raises(ModelNotFound, match="no model 'nope'"):
+        resolve_model("nope", "v1")
 
 
 def test_folder_without_config_and_file(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ class SamplingParams:
     logprobs: top-k logprobs per output token (the sampled token's is always added). prompt_logprobs: the same per prompt token.
     logprob_token_ids: report the logprobs of exactly these ids instead of the top k.
     logit_bias: token id -> added to its logit. allowed_token_ids: every other id is masked. bad_words: never produced.
-    structured_outputs: grammar constraint, see engine/structured_output.py."""
+    structured_outputs: grammar constraint, see engine/structured_output.py.
+    Masks that leave no id for the first token are refused when the request arrives. Where that happens later, bad_words and min_tokens
+    give way to allowed_token_ids, and these to structured_outputs."""
 
     n: int = 1
     temperature: float = 1.0

@@ -9,47 +9,12 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from lastrow.core.kv_cache_manager import NO_HIT, KVCacheManager, PrefixHit
+from lastrow.core.limits import SchedulerConfig, check_fork, check_request
 from lastrow.core.output import EngineCoreOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from lastrow.core.request import FinishReason, Request, RequestStatus
 from lastrow.core.stats import SchedulerCounters, SchedulerStats
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step. max_model_len: prompt and output of
-    one request. max_prefill_seqs: prompts (or parts of prompts) that share one step; None is max_num_seqs.
-    enable_chunked_prefill: whether a prompt may be computed in several steps. max_prefill_tokens_while_decoding: prompt tokens of a
-    step that also decodes, which bounds the time between two tokens of a stream; None: no bound of its own. Raises ValueError."""
-
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 8192
-    max_model_len: int = 8192
-    max_prefill_seqs: int | None = None
-    enable_chunked_prefill: bool = True
-    max_prefill_tokens_while_decoding: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_seqs", "max_prefill_tokens_while_decoding"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: at least 1 is needed")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}: at least max_num_seqs={self.max_num_seqs} is needed, "
-                "one token for every running request"
-            )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}: without chunked prefill at least "
-                f"max_model_len={self.max_model_len} is needed"
-            )
-
-    @property
-    def prefill_limit(self) -> int:
-        return self.max_num_seqs if self.max_prefill_seqs is None else self.max_prefill_seqs
 
 
 def _order(request: Request) -> tuple[int, float, int]:
@@ -93,10 +58,15 @@ class Scheduler:
         """Queues a request. fork_of: a request whose first fork_num_tokens tokens this one shares instead of computing them; it
         waits until they are computed (in the same step at the earliest), and is an ordinary request if the parent ends before.
         Raises ValueError, naming the limit, if the request can never run."""
-        self._check(request)
+        if request.request_id in self.requests:
+            raise ValueError(f"request {request.request_id}: a request with this id is not finished yet")
+        check_request(request, self.config, self.kv)
         parent = None
         if fork_of is not None:
-            parent = self._check_fork(request, fork_of, fork_num_tokens)
+            parent = self.requests.get(fork_of)
+            if parent is None:
+                raise ValueError(f"request {request.request_id}: the request {fork_of} it forks from is unknown or finished")
+            check_fork(request, parent, fork_num_tokens)
         request.arrival_index = self._num_added
         self._num_added += 1
         self.requests[request.request_id] = request
@@ -107,47 +77,6 @@ class Scheduler:
             if parent is not None:
                 self._fork(parent, request, fork_num_tokens)
             insort(self.waiting, request, key=_order)
-
-    def _check(self, request: Request) -> None:
-        name, prompt, limit = f"request {request.request_id}", request.num_prompt_tokens, self.config.max_model_len
-        if request.request_id in self.requests:
-            raise ValueError(f"{name}: a request with this id is not finished yet")
-        if prompt == 0:
-            raise ValueError(f"{name}: the prompt is empty, at least one token is needed")
-        rows = list(request.prompt_rows)
-        if any(a >= b for a, b in pairwise(rows)) or (rows and not 0 <= rows[0] <= rows[-1] < prompt):
-            raise ValueError(f"{name}: prompt_rows must be ascending positions of its {prompt} prompt tokens")
-        if prompt > limit - (1 if request.samples else 0):
-            raise ValueError(
-                f"{name}: the prompt has {prompt} tokens, max_model_len={limit} allows {limit - 1} (one is left for the output)"
-                if request.samples
-                else f"{name}: the prompt has {prompt} tokens, max_model_len={limit} allows {limit}"
-            )
-        # The last sampled token is never fed back, so it needs no K/V.
-        most = max(prompt, prompt + self._max_output_tokens(request) - 1)
-        need = self.kv.config.blocks_needed(most, self.config.enable_chunked_prefill)
-        for group, pool, blocks in zip(("full", "sliding"), self.kv.pools, need, strict=True):
-            if blocks > pool.num_usable_blocks:
-                raise ValueError(
-                    f"{name}: {most} tokens (prompt {prompt} and output) need {blocks} blocks of the {group} group, the whole pool has "
-                    f"{pool.num_usable_blocks}; lower max_tokens or raise kv_cache_memory_bytes or gpu_memory_utilization"
-                )
-
-    def _check_fork(self, request: Request, fork_of: str, num_tokens: int) -> Request:
-        name, parent = f"request {request.request_id}", self.requests.get(fork_of)
-        if parent is None:
-            raise ValueError(f"{name}: the request {fork_of} it forks from is unknown or finished")
-        if not 0 < num_tokens < request.num_prompt_tokens or num_tokens > parent.num_known_tokens:
-            raise ValueError(
-                f"{name}: fork_num_tokens is {num_tokens}: 1 to {min(request.num_prompt_tokens - 1, parent.num_known_tokens)} is needed"
-            )
-        if request.cache_salt != parent.cache_salt:
-            raise ValueError(f"{name}: a fork needs the cache_salt of its parent {fork_of}")
-        if request.prompt_rows and request.prompt_rows[0] < num_tokens:
-            raise ValueError(f"{name}: prompt_rows starts at {request.prompt_rows[0]}, inside the {num_tokens} shared tokens")
-        if request.prompt_token_ids[:num_tokens] != parent.token_ids(0, num_tokens):
-            raise ValueError(f"{name}: its first {num_tokens} tokens are not those of its parent {fork_of}")
-        return parent
 
     def finish_request(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT, stop_reason: int | str | None = None
@@ -228,19 +157,12 @@ class Scheduler:
             self.counters.decode_tokens += self._last_step[1]
         return output
 
-    def _max_output_tokens(self, request: Request) -> int:
-        if not request.samples:
-            return 0
-        room = self.config.max_model_len - request.num_prompt_tokens
-        wanted = request.sampling_params.max_tokens
-        return room if wanted is None else min(wanted, room)
-
     def _num_to_compute(self, request: Request) -> tuple[int, int]:
         """(tokens, of which drafts) a running request could compute now; (0, 0) while it must wait for tokens in flight."""
         tokens = max(0, request.num_tokens - request.num_computed_tokens)
         if not request.samples or tokens == 0:
             return tokens, 0
-        left = self._max_output_tokens(request) - len(request.output_token_ids) - request.num_inflight_tokens
+        left = self.config.max_output_tokens(request) - len(request.output_token_ids) - request.num_inflight_tokens
         if request.num_inflight_tokens:
             return (0, 0) if left <= 0 or request.sampling_params.needs_output_history else (tokens, 0)
         drafts = min(len(request.draft_token_ids), left - 1) if tokens == 1 else 0
@@ -437,5 +359,5 @@ class Scheduler:
         if token in request.stop_token_ids and count >= request.sampling_params.min_tokens:
             output.finish_reason = FinishReason.STOP
             output.stop_reason = token if token in (request.sampling_params.stop_token_ids or ()) else None
-        elif count >= self._max_output_tokens(request):
+        elif count >= self.config.max_output_tokens(request):
             output.finish_reason = FinishReason.LENGTH

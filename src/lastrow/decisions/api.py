@@ -107,9 +107,10 @@ class Decider:
             if isinstance(context, str) or isinstance(continuation, str):
                 raise DecisionError("context and continuation must both be texts, or both token ids")
             return list(context), list(continuation)
+        context = self.tokenizer.without_bos(context)
         kept = context.rstrip()
         continuation = context[len(kept) :] + continuation
-        ids = self.tokenizer.encode(kept)[1:]
+        ids = self.splicer.encode(kept)
         whole = self.splicer.join(kept, ids, continuation, self.splicer.encode(continuation))
         return [bos, *ids], whole[len(ids) :]
 

@@ -78,13 +78,12 @@ class PromptWriter:
     def _render(self, instructions: str | None, **variables: Any) -> str:
         text = self._template.render([], add_generation_prompt=False, instructions=instructions, **variables).strip()
         if not self.chat:
-            return text
+            return self.tokenizer.without_bos(text)
         messages = [{"role": "system", "content": instructions}] if instructions else []
         messages.append({"role": "user", "content": text})
         kwargs = {"enable_thinking": False, **self._kwargs}
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
-        bos = self.tokenizer.special_tokens_map.get("bos_token", "<bos>")
-        return text.removeprefix(bos)  # put in front as a token, exactly once
+        # <bos> is put in front as a token, exactly once.
+        return self.tokenizer.without_bos(self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
     def _split(self, text: str, mark: str, where: str) -> tuple[str, str]:
         if text.count(mark) != 1:

@@ -100,7 +100,8 @@ def _score_tokens(splicer: Splicer, prompt: Any, choices: Sequence[Any]) -> tupl
         return list(prompt), _leaves([tuple(c) for c in choices], list(choices))
     if not all(isinstance(choice, str) for choice in choices):
         raise DecisionError("the prompt is a text and a choice is not: give both as texts or both as ids")
-    ids = splicer.tokenizer.encode(prompt)[1:]
+    prompt = splicer.tokenizer.without_bos(prompt)
+    ids = splicer.encode(prompt)
     whole = [splicer.join(prompt, ids, choice, splicer.encode(choice)) for choice in choices]
     root = min([len(ids), *(common_prefix(ids, w, len(ids)) for w in whole)])
     return [bos, *ids[:root]], _leaves([tuple(w[root:]) for w in whole], list(choices))
@@ -217,8 +218,8 @@ def label_tokens_job(
 
 def _query_item(splicer: Splicer, first: str | list[int], second: str | list[int]) -> list[int]:
     if isinstance(first, str) and isinstance(second, str):
-        ids = splicer.tokenizer.encode(first)
-        return [ids[0], *splicer.join(first, ids[1:], second, splicer.encode(second))]
+        first = splicer.tokenizer.without_bos(first)
+        return [splicer.tokenizer.bos_token_id, *splicer.join(first, splicer.encode(first), second, splicer.encode(second))]
     if isinstance(first, str) or isinstance(second, str):
         raise DecisionError("query and items must both be texts, or both token ids")
     return [*first, *second]

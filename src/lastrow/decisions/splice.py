@@ -26,6 +26,7 @@ class Splicer:
         self._pairs = {token[i : i + 2] for token in tokenizer.added_tokens for i in range(len(token) - 1)}
 
     def encode(self, text: str) -> list[int]:
+        """Tokens of a part of a prompt; the <bos> in front of the whole is not among them."""
         return self.tokenizer.encode(text, add_bos=False)
 
     def join(self, left_text: str, left: Sequence[int], right_text: str, right: Sequence[int]) -> list[int]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from lastrow.config import EngineConfig, SpeculativeConfig
-from lastrow.core.scheduler import Scheduler, SchedulerConfig
+from lastrow.core.limits import SchedulerConfig
+from lastrow.core.scheduler import Scheduler
 from lastrow.engine.cache import EngineCache, make_kv_manager
 from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets, attention_tile_rows
 from lastrow.engine.draft_graphs import DraftGraphs

@@ -24,7 +24,7 @@ from lastrow.core.stats import cache_status
 from lastrow.engine.cache import EngineCache, status_document
 from lastrow.engine.model_runner import ModelRunner, StepHandle
 from lastrow.engine.output_processor import OutputProcessor, RequestGroup
-from lastrow.engine.sampling_state import Grammar
+from lastrow.engine.sampling_state import Grammar, contradiction
 from lastrow.engine.structured_output import GrammarBackend
 from lastrow.models.config import ConfigError
 from lastrow.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ class LLMEngine:
         self, request_id: str, index: int, ids: list[int], params: SamplingParams, prompt_rows: Sequence[int] | None,
         label_token_ids: Sequence[int] | None, priority: int, cache_salt: str | None, arrival: float, buffer: array[int],
     ) -> Request:  # fmt: skip
-        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.stop_token_ids)
+        stops = self._stop_ids(params)
         rows: Sequence[int] = () if prompt_rows is None else prompt_rows
         labels = None if label_token_ids is None else tuple(label_token_ids)
         if not params.is_greedy:
@@ -149,6 +149,9 @@ class LLMEngine:
         name = request_id if params.n == 1 else f"{index}_{request_id}"
         return Request(name, ids, params, stops, rows, labels, priority, cache_salt, arrival, buffer)
 
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.stop_token_ids)
+
     def prepare_grammars(self) -> GrammarBackend | None:
         """The compiler of structured outputs, made once (about a second for a large vocabulary); None without a tokenizer."""
         if self._grammars is None and self.tokenizer is not None:
@@ -159,7 +162,14 @@ class LLMEngine:
         backend = self.prepare_grammars()
         if backend is None:
             raise ValueError(f"request {request.request_id}: structured_outputs needs a tokenizer, and this model has none")
-        return backend.matcher(request.sampling_params.structured_outputs, request.prompt_token_ids)
+        params = request.sampling_params
+        matcher = backend.matcher(params.structured_outputs, request.prompt_token_ids)
+        if params.allowed_token_ids is not None and not np.isin(matcher.allowed_token_ids(), params.allowed_token_ids).any():
+            raise ValueError(
+                f"request {request.request_id}: no token can be the first: structured_outputs begins with none of allowed_token_ids; "
+                "leave one of the two out"
+            )
+        return matcher
 
     def _request_seed(self, params: SamplingParams, index: int) -> int:
         if params.seed is not None:
@@ -211,6 +221,9 @@ class LLMEngine:
             "logprob_token_ids with max_tokens=0 and prompt_logprobs: ask in two requests",
         )
         need(params.max_tokens != 0 or params.n == 1, f"n is {params.n} with max_tokens=0: there is one answer")
+        if labels is None and params.max_tokens != 0:
+            wrong = contradiction(params, self._stop_ids(params), self.vocab_size, self.runner.sampler.encode)
+            need(wrong is None, wrong or "")
         return shared + own
 
     @_one_at_a_time

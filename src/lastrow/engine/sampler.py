@@ -121,15 +121,9 @@ class Sampler:
             if state.presence or state.frequency:
                 ids, counts = state.output_counts.with_more(drafts)
                 counted.add(start, ids, -(state.frequency * counts + np.float32(state.presence)))
-            masked_ids = state.masked_ids(int(output_index[row]), drafts)
-            if state.disallowed is not None:
-                logits[row].masked_fill_(state.disallowed, float("-inf"))
-            if state.grammar is not None:
-                refused = state.disallowed_by_grammar(state.grammar, drafts)
-                logits[row].masked_fill_(upload(refused, self.device), float("-inf"))
-                # Some token has to come: bad words and min_tokens give way where the grammar allows nothing else.
-                if len(masked_ids) and np.delete(refused, masked_ids).all():
-                    masked_ids = ()
+            disallowed, masked_ids = state.masks(int(output_index[row]), drafts)
+            if disallowed is not None:
+                logits[row].masked_fill_(disallowed, float("-inf"))
             masked.add(start, masked_ids)
         flat = logits.view(-1)
         if bias:

@@ -1,19 +1,23 @@
 """What one request asks of the sampler, prepared once: the edits of its logits, its seed, and its logprob wishes.
 
 vLLM's meanings: repetition penalty over prompt and output, presence and frequency over the output, bad words over the output,
-min_tokens masks the stop ids, logit_bias is added before the penalties."""
+min_tokens masks the stop ids, logit_bias is added before the penalties.
+
+Some token has to come. Masks that can leave none for the first one are refused when the request arrives (`contradiction`); where it
+happens later, as a bad word or a grammar has it, the weaker gives way (`RequestSampling.masks`)."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from lastrow.core.request import Request
+from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.transfer import upload
 
 RANDOM, LOGPROBS, EDITS = 1, 2, 4
@@ -103,11 +107,15 @@ class RequestSampling:
         self.bad_words = bad_word_ids(params.bad_words or (), encode)
         self.min_tokens = params.min_tokens
         self.stop_ids = np.fromiter(sorted(request.stop_token_ids), np.int64) if self.min_tokens else NO_IDS
-        self.disallowed: torch.Tensor | None = None
+        self.device = device
+        self.disallowed: np.ndarray | None = None
+        self.disallowed_on_device: torch.Tensor | None = None
+        self.num_allowed = vocab_size
         if params.allowed_token_ids is not None:
-            mask = np.ones(vocab_size, bool)
-            mask[list(params.allowed_token_ids)] = False
-            self.disallowed = upload(mask, device)
+            self.disallowed = np.ones(vocab_size, bool)
+            self.disallowed[list(params.allowed_token_ids)] = False
+            self.disallowed_on_device = upload(self.disallowed, device)
+            self.num_allowed -= np.count_nonzero(self.disallowed)
         self.presence, self.frequency = params.presence_penalty, params.frequency_penalty
         self.repetition = params.repetition_penalty
         self.output_counts = TokenCounts() if self.presence or self.frequency or self.repetition != 1.0 else NO_COUNTS
@@ -149,6 +157,25 @@ class RequestSampling:
         ids = np.union1d(self.prompt_ids, self.output_counts.ids)
         return np.union1d(ids, np.array(drafts, np.int64)) if drafts else ids
 
+    def masks(self, output_index: int, drafts: Sequence[int] = ()) -> tuple[torch.Tensor | None, np.ndarray | list[int]]:
+        """What may not be the output token number `output_index` (from 0), with `drafts` at the output's end: [V] bool on the device
+        (None: nothing), and further ids.
+
+        Where together they leave no token, bad words and min_tokens give way to allowed_token_ids, and these to the grammar."""
+        disallowed, on_device, num_allowed = self.disallowed, self.disallowed_on_device, self.num_allowed
+        if self.grammar is not None:
+            by_grammar = self.disallowed_by_grammar(self.grammar, drafts)
+            both = by_grammar if disallowed is None else by_grammar | disallowed
+            disallowed = by_grammar if both.all() else both
+            on_device, num_allowed = upload(disallowed, self.device), self.vocab_size - np.count_nonzero(disallowed)
+        masked = self.masked_ids(output_index, drafts)
+        if len(masked) >= num_allowed:
+            left = np.ones(self.vocab_size, bool) if disallowed is None else ~disallowed
+            left[masked] = False
+            if not left.any():
+                masked = []
+        return on_device, masked
+
     def masked_ids(self, output_index: int, drafts: Sequence[int] = ()) -> np.ndarray | list[int]:
         """Ids that may not be the output token number `output_index` (from 0), with `drafts` at the output's end."""
         masked = [words[-1] for words in self.bad_words if self._ends_with(words[:-1], drafts)]
@@ -161,6 +188,34 @@ class RequestSampling:
             return True
         output = self.request.output_token_ids[-len(words) :]
         return (output + list(drafts))[-len(words) :] == words
+
+
+def contradiction(
+    params: SamplingParams, stop_token_ids: Collection[int], vocab_size: int, encode: Callable[[str], list[int]] | None
+) -> str | None:
+    """Why no token can be the first of the output, in words; None where one can.
+
+    stop_token_ids: the request's effective ones. A grammar is left out of account: it goes before the other masks. A logit_bias only
+    changes the order."""
+    stops = set(stop_token_ids) if params.min_tokens else set[int]()
+    allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids)
+    num_allowed = vocab_size if allowed is None else len(allowed)
+    if num_allowed > len(stops) + 2 * len(params.bad_words or ()):  # two spellings of each word: most requests end here
+        return None
+    words = {ids[0] for ids in bad_word_ids(params.bad_words or (), encode) if len(ids) == 1}
+    candidates = set(range(vocab_size)) if allowed is None else allowed
+    if candidates - words - stops:
+        return None
+    of = f"the {vocab_size} ids of the vocabulary" if allowed is None else f"allowed_token_ids {_some(allowed)}"
+    excluded = [f"bad_words excludes {_some(candidates & words)}"] if candidates & words else []
+    if candidates & stops:
+        excluded.append(f"min_tokens={params.min_tokens} excludes stop ids {_some(candidates & stops)}")
+    return f"no token can be the first: of {of}, {' and '.join(excluded)}; allow one more id"
+
+
+def _some(ids: Collection[int]) -> str:
+    shown = ", ".join(map(str, sorted(ids)[:5]))
+    return f"[{shown}, ...]" if len(ids) > 5 else f"[{shown}]"
 
 
 def bad_word_ids(words: Iterable[str], encode: Callable[[str], list[int]] | None) -> list[list[int]]:

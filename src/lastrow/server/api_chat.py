@@ -27,8 +27,7 @@ class ChatRun:
         self.state = state
         self.request = request
         self.plan: ChatPlan = state.planner.plan(request, max_tokens, logprobs)
-        if request.truncate_prompt_tokens is not None:
-            self.plan.prompt_ids = self.plan.prompt_ids[-request.truncate_prompt_tokens :]
+        self.plan.prompt_ids = state.last_tokens(self.plan.prompt_ids, request.truncate_prompt_tokens)
         self.id = request.request_id or new_id("chatcmpl-")
         self.created = int(time.time())
         self.writer = LogprobWriter(state.tokenizer, bool(request.return_tokens_as_token_ids))

@@ -196,7 +196,9 @@ class CompletionRun:
 
 
 async def prompt_ids(state: ServerState, request: CompletionRequest) -> list[list[int]]:
-    """Texts get exactly one <bos> (unless add_special_tokens is false); lists of ids are taken as they are. Raises ApiError."""
+    """Texts get exactly one <bos> (of their own or none where add_special_tokens is false); lists of ids are taken as they are.
+
+    truncate_prompt_tokens keeps the last tokens, and the <bos> of a text. Raises ApiError."""
     prompt = request.prompt
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
@@ -204,12 +206,14 @@ async def prompt_ids(state: ServerState, request: CompletionRequest) -> list[lis
         prompts = [prompt] if prompt and isinstance(prompt[0], int) else list(prompt)
     if not prompts or len(prompts) > MAX_PROMPTS:
         raise ApiError(400, f"prompt holds {len(prompts)} prompts: 1 to {MAX_PROMPTS} are needed", param="prompt")
-    add_bos = request.add_special_tokens is not False
-    all_ids = [await state.encode(p, add_bos) if isinstance(p, str) else list(p) for p in prompts]
+    keep = request.truncate_prompt_tokens
+    all_ids = [
+        state.last_tokens(await state.encode(p, request.add_special_tokens), keep) if isinstance(p, str) else list(p[-(keep or 0) :])
+        for p in prompts
+    ]
     if any(not ids for ids in all_ids):
         raise ApiError(400, "a prompt is empty: at least one token is needed", param="prompt")
-    keep = request.truncate_prompt_tokens
-    return all_ids if keep is None else [ids[-keep:] for ids in all_ids]
+    return all_ids
 
 
 def router(state: ServerState) -> APIRouter:

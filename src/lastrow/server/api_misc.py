@@ -78,7 +78,7 @@ def router(state: ServerState) -> APIRouter:
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "prompt or messages is needed, one of them")
         if request.prompt is not None:
-            ids = await state.encode(request.prompt, request.add_special_tokens is not False)
+            ids = await state.encode(request.prompt, request.add_special_tokens)
         else:
             if request.chat_template is not None and not state.settings.trust_request_chat_template:
                 raise ApiError(400, "chat_template in a request needs --trust-request-chat-template", param="chat_template")

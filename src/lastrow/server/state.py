@@ -133,10 +133,19 @@ class ServerState:
                 retry_after=wait,
             )
 
-    async def encode(self, text: str, add_bos: bool = True) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Tokens of a prompt: one <bos> in front, unless add_special_tokens is False and the text begins with none."""
+        add_bos = add_special_tokens is not False or text.startswith(self.tokenizer.bos_token)
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_bos)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_bos)
+
+    def last_tokens(self, ids: list[int], keep: int | None) -> list[int]:
+        """truncate_prompt_tokens: the last `keep` tokens of a text; its <bos> is one of them. None: all."""
+        if keep is None or len(ids) <= keep:
+            return ids
+        bos = [self.tokenizer.bos_token_id] if ids[0] == self.tokenizer.bos_token_id else []
+        return [*bos, *ids[len(ids) - keep + len(bos) :]]
 
     def check_ids(self, name: str, ids: Any) -> None:
         wrong = next((i for i in ids or () if not 0 <= i < self.vocab_size), None)

@@ -22,12 +22,14 @@ def resolve_model(model: str, revision: str | None = None, config_only: bool = F
     """Folder of a checkpoint.
 
     model: `tiny-e`, a folder that holds config.json, or a hub id (owner/name), which is downloaded with a progress bar unless
-    the local cache has it. revision: branch, tag or commit of a hub model. config_only: config.json is enough.
-    Raises ModelNotFound."""
+    the local cache has it. revision: branch, tag or commit of a hub model, and of nothing else. config_only: config.json is enough.
+    Raises ModelNotFound, or ConfigError for a revision of what has none."""
     if model in BUNDLED:
+        _refuse_revision(revision, f"{model} comes with lastrow")
         return Path(str(resources.files("lastrow") / "assets" / model))
     path = Path(model).expanduser()
     if model and path.is_dir():
+        _refuse_revision(revision, f"{path} is a folder")
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{path}: holds no config.json; a checkpoint folder has config.json, model.safetensors and tokenizer.json")
         return path
@@ -36,6 +38,11 @@ def resolve_model(model: str, revision: str | None = None, config_only: bool = F
     if HUB_ID.fullmatch(model) is None or ".." in model:
         raise ModelNotFound(f"no model {model!r}: give a folder, a hub id (owner/name) or {', '.join(BUNDLED)}")
     return _download(model, revision, CONFIG_FILES if config_only else CHECKPOINT_FILES)
+
+
+def _refuse_revision(revision: str | None, what: str) -> None:
+    if revision is not None:
+        raise ConfigError(f"revision is {revision!r}: only a hub model has revisions, and {what}; leave it out")
 
 
 def _download(repo: str, revision: str | None, files: tuple[str, ...]) -> Path:
