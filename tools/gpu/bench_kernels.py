@@ -209,9 +209,10 @@ def bench_rows(b: Bench) -> None:
                         "epilogue + split 128": repeat(lambda: [
                             qkv_epilogue.triton(qkv, rows.positions, rope, w, d, EPS, w, kv, slots, 1),
                             attention_rows.triton(q, kv, rows, table, window)][1]),
-                        **{f"one launch {chunk}": repeat(lambda chunk=chunk: decode_attention.triton(
-                            *args, k_weight=w, slots=slots, counters=counters, chunk=chunk)) for chunk in (64, 128)},
-                        "one launch 64, PDL": repeat(lambda: decode_attention.triton(
+                        **{f"one launch {c.chunk}": repeat(lambda c=c: decode_attention.triton(
+                            *args, k_weight=w, slots=slots, counters=counters, config=c))
+                           for c in (decode_attention.DecodeConfig(64, 64), decode_attention.DecodeConfig(128, 64, 2))},
+                        "one launch, PDL": repeat(lambda: decode_attention.triton(
                             *args, k_weight=w, slots=slots, counters=counters, pdl=True)),
                     },
                     unit="TB/s", work=4.0 * d * keys * r, graph=copies,
@@ -241,8 +242,8 @@ def bench_elementwise(b: Bench, m: int = 32768) -> None:
         *args, layers_per_program=n, warps=wr) for n, wr in ((2, 2), (1, 1), (4, 4))}, unit="TB/s", work=m * 14 * 256 * 6,
         expected=expected, view=lambda y: y[few])  # fmt: skip
     gate, ple = rnd(m, 256), rnd(m, 14, 256)
-    b.compare("elementwise", "ple_gate", {f"rows {r} warps {w}": lambda r=r, w=w: ple_gate.triton(gate, ple, 3, rows=r, warps=w)
-              for r, w in ((8, 4), (16, 4), (4, 4))}, unit="TB/s", work=m * 256 * 6,
+    b.compare("elementwise", "ple_gate", {f"warps {w}": lambda w=w: ple_gate.triton(gate, ple, 3, warps=w)
+              for w in (4, 8)}, unit="TB/s", work=m * 256 * 6,
               expected=ple_gate.reference(gate.float(), ple.float(), 3))  # fmt: skip
     embed = rnd(65536, H, scale=0.03)
     b.compare("elementwise", "embedding", {"triton": lambda: embedding.triton(ids, embed, 39.25, w1, EPS)[1]}, unit="TB/s",

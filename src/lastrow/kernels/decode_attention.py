@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,26 @@ from lastrow.kernels.qkv_epilogue import load_heads, norm_rope
 from lastrow.kernels.rows import QueryRows
 from lastrow.kernels.split_linear import pdl_launch, splits_of
 
-CHUNK = 32
+PROGRAMS = 512
+"""Programs aimed at where the contexts are long."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """chunk: keys of a split. keys: of one step. stages: steps in flight."""
+
+    chunk: int
+    keys: int
+    stages: int = 1
+    warps: int = 8
+
+
+def decode_config(rows: int, max_kv_len: int) -> DecodeConfig:
+    """Best found on an H200 for the shapes of E2B at 256 keys: one row needs every split it can get, many rows fill the card with
+    few, and the combination of splits costs each of them. Long contexts get larger chunks for the same reason."""
+    chunk = 32 if rows <= 4 else 64 if rows <= 32 else 128
+    long = next_power_of_2(max(rows, 4) * max_kv_len) // PROGRAMS
+    return DecodeConfig(max(chunk, min(1024, long)), min(chunk, 64), 2 if chunk > 64 else 1)
 
 
 def reference(
@@ -203,10 +223,7 @@ def triton(
     *,
     counters: torch.Tensor,
     pdl: bool = False,
-    chunk: int = CHUNK,
-    keys: int | None = None,
-    warps: int | None = None,
-    stages: int = 1,
+    config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """`reference` in one launch; qkv may be partial sums, [splits, R, ..] (split_linear.py). A row must not read a position
     that another row of the same call writes: one row per sequence.
@@ -220,17 +237,18 @@ def triton(
     out = torch.empty(r, heads, head_dim, device=qkv.device, dtype=q_weight.dtype)
     if not r:
         return out
-    splits = split_count(rows.max_kv_len, window, chunk)
+    c = config or decode_config(r, rows.max_kv_len)
+    splits = split_count(rows.max_kv_len, window, c.chunk)
     part = torch.empty(r * splits * heads * head_dim, device=qkv.device, dtype=torch.float32)
     ml = torch.empty(r * splits * heads * 2, device=qkv.device, dtype=torch.float32)
-    keys = keys or min(32, kv.block_size & -kv.block_size, chunk)
     exact = out.dtype is torch.float32
+    keys = min(16 if exact else c.keys, kv.block_size & -kv.block_size)
     pdl = pdl and not INTERPRETED
     decode_attention_kernel[(r * kv_heads, splits)](
         qkv, width, rows.positions, rows.seq_index, slots, block_table, block_table.stride(0), rope, q_weight, k_weight,
         kv.k, kv.v, kv.k_scale, kv.v_scale, part, ml, counters, out, splits, r * width, eps,
-        heads, kv_heads, head_dim, min(keys, 16) if exact else keys, kv.block_size, chunk, window,
-        max(16, next_power_of_2(heads // kv_heads)), next_power_of_2(heads // kv_heads), own, k_eq_v, kv.quant_max, "ieee" if exact else "tf32", splits_of(qkv), stages, pdl,
-        num_warps=warps or (8 if head_dim > 256 else 4), **pdl_launch(pdl),
+        heads, kv_heads, head_dim, keys, kv.block_size, c.chunk, window,
+        max(16, next_power_of_2(heads // kv_heads)), next_power_of_2(heads // kv_heads), own, k_eq_v, kv.quant_max, "ieee" if exact else "tf32", splits_of(qkv), c.stages, pdl,
+        num_warps=c.warps, **pdl_launch(pdl),
     )  # fmt: skip
     return out

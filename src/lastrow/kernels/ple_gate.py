@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from lastrow.kernels._triton import cdiv, gdc_launch_dependents, gdc_wait, gelu_tanh, jit, next_power_of_2, round_to, tl
-from lastrow.kernels.split_linear import load_sum, pdl_launch, splits_of, use_pdl
+from lastrow.kernels.split_linear import MAX_ROWS, load_sum, pdl_launch, splits_of, use_pdl
 
 
 def reference(gate: torch.Tensor, ple: torch.Tensor, index: int) -> torch.Tensor:
@@ -31,9 +31,10 @@ def ple_gate_kernel(
     tl.store(out_ptr + r[:, None] * P + c[None, :], (round_to(gelu_tanh(gate), dtype) * ple).to(dtype), mask=mask)
 
 
-def triton(gate: torch.Tensor, ple: torch.Tensor, index: int, *, rows: int = 8, warps: int = 4) -> torch.Tensor:
+def triton(gate: torch.Tensor, ple: torch.Tensor, index: int, *, warps: int = 4) -> torch.Tensor:
     """`reference` in one pass. gate may be partial sums, [splits, T, P] (split_linear.py)."""
     tokens, p = gate.shape[-2:]
+    rows = 8 if tokens > MAX_ROWS else 1  # one program with eight rows of partial sums took 6 us of a decode step's layer, not 1
     out = torch.empty(tokens, p, device=ple.device, dtype=ple.dtype)
     if tokens:
         pdl = use_pdl(gate)

@@ -73,14 +73,13 @@ def split_linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """n: weight rows per program. k: of one step. splits: programs that share a weight row. ahead: steps whose weights are loaded
-    before the kernel in front has ended."""
+    """n: weight rows per program. k: of one step. splits: programs that share a weight row. stages: steps in flight. ahead: steps
+    whose weights are loaded before the kernel in front has ended."""
 
     n: int
     k: int
     splits: int
     stages: int = 3
-    warps: int = 4
     ahead: int = 0
 
 
@@ -92,11 +91,13 @@ def split_config(weight_rows: int, k: int, geglu: bool = False, rows: int = MAX_
         raise ValueError(f"a weight has {k} columns: the Triton kernels need a multiple of 16")
     n = 64 if weight_rows >= 64 else 16
     tiles, steps = cdiv(weight_rows, n), k // step
-    long = k >= LONG_K
-    fitting = [s for s in range(1, 5 if long else 17) if steps % s == 0 and tiles * s <= PROGRAMS]
+    long, many = k >= LONG_K, rows > 32
+    most = 4 if long or many else 16  # partial sums of many rows are bytes that the reader waits for
+    fitting = [s for s in range(1, most + 1) if steps % s == 0 and tiles * s <= PROGRAMS]
     splits = 1 if geglu or not fitting else fitting[-1]
-    ahead = 0 if long or geglu or rows > 32 else min(2, steps // splits)
-    return SplitConfig(n, step, splits, 6 if long else 3, 4, ahead)
+    stages = 6 if long else 4 if many and not geglu else 3
+    # registers for weights ahead cost many rows more than the wait does
+    return SplitConfig(n, step, splits, stages, 0 if long or many or geglu else min(2, steps // splits))
 
 
 def triton(x: torch.Tensor, weight: torch.Tensor, *, geglu: bool = False) -> torch.Tensor:
@@ -113,7 +114,7 @@ def triton(x: torch.Tensor, weight: torch.Tensor, *, geglu: bool = False) -> tor
     pdl = use_pdl(x)
     split_linear_kernel[(cdiv(n, c.n), c.splits)](
         x_desc, w_desc, weight, weight.stride(0), out, m, n, bm, c.n, c.k, k // c.splits, geglu, c.stages, c.ahead,
-        "ieee" if x.dtype is torch.float32 else "tf32", pdl, num_warps=c.warps, **pdl_launch(pdl),
+        "ieee" if x.dtype is torch.float32 else "tf32", pdl, num_warps=4, **pdl_launch(pdl),
     )  # fmt: skip
     return out
 
