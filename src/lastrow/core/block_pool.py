@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 NULL_BLOCK = 0
@@ -20,7 +20,8 @@ class BlockPool:
             raise ValueError(f"num_blocks is {num_blocks}: at least 1 (the null block) is needed")
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._plain = list(range(num_blocks - 1, 0, -1))  # free and without a hash, the next one last: given out and taken back in slices
+        self._free: OrderedDict[int, None] = OrderedDict()  # free with a hash, least recently freed first
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -30,7 +31,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._plain) + len(self._free)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -39,20 +40,24 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of the usable blocks that somebody holds, 0..1; 0 for a pool without blocks."""
-        return 1.0 - len(self._free) / self.num_usable_blocks if self.num_usable_blocks else 0.0
+        return 1.0 - self.num_free_blocks / self.num_usable_blocks if self.num_usable_blocks else 0.0
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each; a hash that such a block still had is forgotten. The caller has checked
         num_free_blocks: asking for more raises RuntimeError and changes nothing."""
-        if count > len(self._free):
-            raise RuntimeError(f"{count} blocks asked of a pool with {len(self._free)} free ones")
-        take, refs = self._free.popitem, self.ref_counts
-        blocks = [take(last=False)[0] for _ in range(count)]
+        plain, refs = self._plain, self.ref_counts
+        if count > self.num_free_blocks:
+            raise RuntimeError(f"{count} blocks asked of a pool with {self.num_free_blocks} free ones")
+        first = max(len(plain) - count, 0)
+        blocks = plain[first:]
+        del plain[first:]
+        blocks.reverse()
+        while len(blocks) < count:
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            blocks.append(block)
         for block in blocks:
             refs[block] = 1
-        if self._hash_of:
-            for block in blocks:
-                self._forget(block)
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
@@ -61,13 +66,16 @@ class BlockPool:
             if block == NULL_BLOCK:
                 continue
             if self.ref_counts[block] == 0:
-                del self._free[block]
+                if block in self._free:
+                    del self._free[block]
+                else:
+                    self._plain.remove(block)
             self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One reference less for each block (the null block is passed over). Of the blocks that become free, the first of
         the iterable is evicted first: pass a request's blocks in reverse, so that its beginning stays longest."""
-        refs, free, hashes = self.ref_counts, self._free, self._hash_of
+        refs, hashes = self.ref_counts, self._hash_of
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -76,9 +84,10 @@ class BlockPool:
                 raise RuntimeError(f"block {block} is released more often than it was taken")
             refs[block] = left
             if left == 0:
-                free[block] = None
-                if block not in hashes:
-                    free.move_to_end(block, last=False)
+                if block in hashes:
+                    self._free[block] = None
+                else:
+                    self._plain.append(block)
 
     def lookup(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
@@ -98,7 +107,9 @@ class BlockPool:
         return sum(1 for block in blocks if block != NULL_BLOCK and self.ref_counts[block] == 0)
 
     def forget_all(self) -> None:
-        """No block can be hit any more; held blocks stay held."""
+        """No block can be hit any more; held blocks stay held, and free ones are given out in the order they had."""
+        self._plain[:0] = reversed(self._free)
+        self._free.clear()
         self._hash_of.clear()
         self._block_of.clear()
 
@@ -110,9 +121,11 @@ class BlockPool:
     def check_integrity(self, expected_refs: dict[int, int]) -> None:
         """Raises AssertionError unless the counts are exactly the expected ones (0 where absent), the free list holds exactly
         the unreferenced blocks, and the two hash maps are each other's inverse."""
+        free = Counter([*self._plain, *self._free])
         for block in range(1, self.num_blocks):
             have, want = self.ref_counts[block], expected_refs.get(block, 0)
             assert have == want, f"block {block} has {have} references, {want} are accounted for"
-            assert (block in self._free) == (have == 0), f"block {block} with {have} references: free={block in self._free}"
-        assert NULL_BLOCK not in self._free and self.ref_counts[NULL_BLOCK] == 0, "the null block was given out"
+            assert free[block] == (have == 0), f"block {block} with {have} references is free {free[block]} times"
+            assert have or (block in self._free) == (block in self._hash_of), f"free block {block} waits among the wrong ones"
+        assert NULL_BLOCK not in free and self.ref_counts[NULL_BLOCK] == 0, "the null block was given out"
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hash maps disagree"

@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-from lastrow.engine.inputs import EAGER, ForwardResult, InputBatch, Route, StepInputs, StepShape, resolve_inflight
-from lastrow.engine.staging import StaticFields
+from lastrow.engine.inputs import EAGER, MAX_STATIC_ROWS, ForwardResult, InputBatch, Route, StepInputs, StepShape, resolve_inflight
+from lastrow.engine.staging import StaticFields, layout_of
 from lastrow.kernels.attention import rows_per_tile, tile_config
 from lastrow.kernels.rows import AttentionPlan, QueryRows, max_tiles
 from lastrow.kv.pool import KVPool
@@ -29,7 +29,6 @@ TOKEN_BUCKETS = (
 )  # fmt: skip
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 32768, 131072)
-MAX_PREFILL_ROWS = 256  # wanted rows of a captured prefill, and the sequences its tile list has room for
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,16 @@ def smallest(buckets: Sequence[int], value: int) -> int | None:
     return buckets[at] if at < len(buckets) else None
 
 
+Outputs = tuple[torch.Tensor, ...]
+Forward = Callable[[], Outputs]
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph and the fields it reads. inputs: other tensors to fill before a replay. outputs: what it leaves behind."""
+    """A captured forward and the fields it reads."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Forward
     fields: StaticFields
-    inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...]
 
 
 def attention_tile_rows(model: Gemma4Model, pool: KVPool) -> tuple[int, ...]:
@@ -79,16 +80,28 @@ def attention_tile_rows(model: Gemma4Model, pool: KVPool) -> tuple[int, ...]:
 class CUDAGraphs:
     """`warm_up` captures; then `route` chooses and `run` replays, once per step each.
 
-    misses: parts of steps that ran eagerly, by reason."""
+    misses: parts of steps that ran eagerly, by reason. capture: makes a replay of a forward (tests: itself)."""
 
-    def __init__(self, model: Gemma4Model, pool: KVPool, inputs: InputBatch, buckets: GraphBuckets) -> None:
+    def __init__(
+        self,
+        model: Gemma4Model,
+        pool: KVPool,
+        inputs: InputBatch,
+        buckets: GraphBuckets,
+        capture: Callable[[Forward], Forward] | None = None,
+    ) -> None:
         self.model, self.pool, self.inputs, self.buckets = model, pool, inputs, buckets
         self.device = inputs.last_sampled.device
         self.misses: Counter[str] = Counter()
-        self._memory = torch.cuda.graph_pool_handle()
+        self._make_replay = capture or _CUDACapture()
         embed, rows = model.weights.embed, buckets.rows[-1]
         # one buffer for every bucket: a step's logits are read before the next replay
         self._logits = torch.empty(rows, embed.shape[0], dtype=embed.dtype, device=self.device)
+        # what goes from the part before the cut to the part behind it, x, h and ids: every graph writes and reads it here
+        most, hidden = max(rows, MAX_STATIC_ROWS), model.config.hidden_size
+        x, h = (torch.zeros(most, hidden, dtype=embed.dtype, device=self.device) for _ in range(2))
+        self._rows = (x, h, torch.zeros(most, dtype=torch.int32, device=self.device))
+        self._before_at, self._fields_memory = self._reserve()
         self._decode: dict[tuple[int, int], _Captured] = {}
         self._before: dict[int, _Captured] = {}
         self._behind: dict[tuple[int, int], _Captured] = {}
@@ -110,7 +123,7 @@ class CUDAGraphs:
         tokens = smallest(b.tokens, shape.tokens)
         if tokens is None:
             return self._miss("tokens past the last bucket", Route(None, behind))
-        if max(shape.rows, shape.sequences) > min(MAX_PREFILL_ROWS, tokens):
+        if max(shape.rows, shape.sequences) > min(MAX_STATIC_ROWS, tokens):
             return self._miss("sequences of a prefill past the last bucket", Route(None, behind))
         return Route(self._before[tokens].fields, behind)
 
@@ -124,25 +137,24 @@ class CUDAGraphs:
         if step.route == EAGER:
             return ForwardResult(self.model.forward(self._eager(step), self.pool))
         if before is None:
-            batch = self._eager(step)
-            x, h = self.model.self_decoder(batch, self.pool)
-            take = batch.logits_indices
-            rows = [] if take is None else [x[take], h[take], batch.input_ids[take]]
-        else:
-            rows = list(self._replay(before))
+            self._self_decoder(self._eager(step))
+        elif before is not behind:
+            self._replay(before)
         if behind is None:
             return ForwardResult(None)
-        if before is not behind:
-            for source, target in zip(rows, self._of_fields[id(behind)].inputs, strict=True):
-                target[:n].copy_(source[:n])
-            rows = list(self._replay(behind))
-        hidden, logits, greedy = rows[0], rows[1], rows[2]
+        hidden, logits, greedy = self._replay(behind)
         return ForwardResult(hidden[:n], logits[:n], greedy[:n])
 
-    def _replay(self, fields: StaticFields) -> tuple[torch.Tensor, ...]:
-        captured = self._of_fields[id(fields)]
-        captured.graph.replay()
-        return captured.outputs
+    def _self_decoder(self, batch: ForwardBatch) -> None:
+        """The part before the cut, its wanted rows left for the part behind it."""
+        x, h = self.model.self_decoder(batch, self.pool)
+        take = batch.logits_indices
+        if take is not None:
+            for source, target in zip((x, h, batch.input_ids), self._rows, strict=True):
+                torch.index_select(source, 0, take, out=target[: len(take)])
+
+    def _replay(self, fields: StaticFields) -> Outputs:
+        return self._of_fields[id(fields)].replay()
 
     @staticmethod
     def _eager(step: StepInputs) -> ForwardBatch:
@@ -159,64 +171,51 @@ class CUDAGraphs:
                 jobs += [lambda r=rows, c=context: self._capture_behind(r, c), lambda r=rows, c=context: self._capture_decode(r, c)]
         for job in track(jobs, "capturing CUDA graphs"):
             job()
-        torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _capture_before(self, tokens: int) -> None:
-        rows = min(MAX_PREFILL_ROWS, tokens)
-        fields = self._fields(self._token_sizes(tokens, rows) | self._tile_sizes(tokens, rows))
+        fields = self._fields(self._before_sizes(tokens), self._before_at)
 
-        def forward() -> tuple[torch.Tensor, ...]:
-            batch = self._token_batch(fields, "tiled", None)
-            x, h = self.model.self_decoder(batch, self.pool)
-            take = batch.logits_indices
-            assert take is not None
-            return x[take], h[take], batch.input_ids[take]
+        def forward() -> Outputs:
+            self._self_decoder(self._token_batch(fields, "tiled", None))
+            return ()
 
-        self._before[tokens] = self._capture(forward, fields, ())
+        self._before[tokens] = self._capture(forward, fields)
 
     def _capture_behind(self, rows: int, context: int) -> None:
         fields = self._fields(self._row_sizes(rows))
-        hidden, dtype = self.model.config.hidden_size, self.model.weights.embed.dtype
-        x, h = (torch.zeros(rows, hidden, dtype=dtype, device=self.device) for _ in range(2))
-        ids = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        x, h, ids = (t[:rows] for t in self._rows)
 
-        def forward() -> tuple[torch.Tensor, ...]:
+        def forward() -> Outputs:
             # the residual is updated in place, and a replay must find its input again only as the step left it
             y = self.model.cross_decoder(x.clone(), h, ids, self._single_rows(fields, "row_", context, "rows"), self.pool)
             return self._tail(y, fields)
 
-        self._behind[rows, context] = self._capture(forward, fields, (x, h, ids))
+        self._behind[rows, context] = self._capture(forward, fields)
 
     def _capture_decode(self, rows: int, context: int) -> None:
-        plan: AttentionPlan = "tiled" if self.inputs.attention_plans[0] == "tiled" else "rows"
-        tiles = self._tile_sizes(rows, rows) if plan == "tiled" else {}
-        fields = self._fields(self._token_sizes(rows, rows) | tiles | self._row_sizes(rows))
+        plan = self._decode_plan
+        fields = self._fields(self._decode_sizes(rows))
         fields.t["logits_indices"].view(torch.int64).copy_(torch.arange(rows))
 
-        def forward() -> tuple[torch.Tensor, ...]:
+        def forward() -> Outputs:
             wanted = self._single_rows(fields, "row_", context, "rows")
             hidden = self.model.forward(self._token_batch(fields, plan, wanted, context), self.pool)
             assert hidden is not None
             return self._tail(hidden, fields)
 
-        self._decode[rows, context] = self._capture(forward, fields, ())
+        self._decode[rows, context] = self._capture(forward, fields)
 
-    def _tail(self, hidden: torch.Tensor, fields: StaticFields) -> tuple[torch.Tensor, ...]:
+    def _tail(self, hidden: torch.Tensor, fields: StaticFields) -> Outputs:
         logits = self.model.raw_logits(hidden, out=self._logits[: hidden.shape[0]])
         greedy = self.model.ops.argmax(logits)
         self.inputs.keep_sampled(fields.t["row_slots"], greedy)
         return hidden, logits, greedy
 
     @torch.inference_mode()
-    def _capture(
-        self, forward: Callable[[], tuple[torch.Tensor, ...]], fields: StaticFields, inputs: tuple[torch.Tensor, ...]
-    ) -> _Captured:
-        forward()  # compiles, and lets libraries make their workspaces outside the capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            outputs = forward()
-        captured = _Captured(graph, fields, inputs, outputs)
+    def _capture(self, forward: Forward, fields: StaticFields) -> _Captured:
+        captured = _Captured(self._make_replay(forward), fields)
         self._of_fields[id(fields)] = captured
         return captured
 
@@ -233,13 +232,31 @@ class CUDAGraphs:
     def _tile_sizes(self, tokens: int, sequences: int) -> dict[str, int]:
         return {f"tiles_{rows}": 5 * max_tiles(tokens, sequences, rows) for rows in self.inputs.tile_rows}
 
-    def _fields(self, sizes: dict[str, int]) -> StaticFields:
+    def _before_sizes(self, tokens: int) -> dict[str, int]:
+        rows = min(MAX_STATIC_ROWS, tokens)
+        return self._token_sizes(tokens, rows) | self._tile_sizes(tokens, rows)
+
+    @property
+    def _decode_plan(self) -> AttentionPlan:
+        return "tiled" if self.inputs.attention_plans[0] == "tiled" else "rows"
+
+    def _decode_sizes(self, rows: int) -> dict[str, int]:
+        tiles = self._tile_sizes(rows, rows) if self._decode_plan == "tiled" else {}
+        return self._token_sizes(rows, rows) | tiles | self._row_sizes(rows)
+
+    def _reserve(self) -> tuple[int, torch.Tensor]:
+        """Where fields before the cut begin, which is behind those of any rows behind it, and memory for the largest bucket."""
+        _, begin = layout_of(self._row_sizes(self.buckets.rows[-1]))
+        ends = [layout_of(self._before_sizes(tokens), begin)[1] for tokens in self.buckets.tokens]
+        ends += [layout_of(self._decode_sizes(rows))[1] for rows in self.buckets.rows]
+        return begin, self.inputs.reserve(max(ends))
+
+    def _fields(self, sizes: dict[str, int], begin: int = 0) -> StaticFields:
         """Fields that describe padding only, so that a capture touches nothing."""
-        fields = StaticFields(sizes, self.device)
-        for names, value in ((("slots_full", "slots_sliding"), -1), (("seq_index", "row_seqs", "row_slots"), self.inputs.null_slot)):
-            for name in names:
-                if name in fields.t:
-                    fields.t[name].fill_(value)
+        fields = StaticFields(sizes, self._fields_memory, begin)
+        for name, value in self.inputs.padding.items():
+            if name in fields.t:
+                fields.t[name].fill_(value)
         return fields
 
     def _single_rows(self, fields: StaticFields, prefix: Literal["", "row_"], context: int, plan: AttentionPlan) -> QueryRows:
@@ -253,3 +270,24 @@ class CUDAGraphs:
         ids = resolve_inflight(t["ids"], t["seq_index"], self.inputs.last_sampled)
         rows = self._single_rows(fields, "", context, plan)
         return ForwardBatch(ids, rows, (t["slots_full"], t["slots_sliding"]), t["logits_indices"].view(torch.int64), wanted)
+
+
+class _CUDACapture:
+    """Runs a forward once, which compiles its kernels and lets libraries make their workspaces, then captures it. All graphs share
+    one memory pool."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, forward: Forward) -> Forward:
+        forward()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            outputs = forward()
+
+        def replay() -> Outputs:
+            graph.replay()
+            return outputs
+
+        return replay

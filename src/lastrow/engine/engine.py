@@ -5,6 +5,7 @@ on the device. Where the scheduler needs the tokens first (penalties, grammars, 
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from array import array
@@ -41,6 +42,14 @@ def _one_at_a_time(method: Callable[Concatenate[LLMEngine, P], T]) -> Callable[C
             return method(self, *args, **kwargs)
 
     return locked
+
+
+def _c_ints(ids: list[int]) -> array[int]:
+    """ids as C ints. Raises TypeError for what is no integer, OverflowError past 32 bits. struct takes half the time of array."""
+    try:
+        return array("i", struct.pack(f"{len(ids)}i", *ids))
+    except struct.error:
+        return array("i", ids)
 
 
 class EngineStuck(RuntimeError):
@@ -199,13 +208,12 @@ class LLMEngine:
 
         need(len(ids) > 0, "the prompt is empty, at least one token is needed")
         try:
-            own = array("i", ids[len(shared) :] if shared else ids)
+            own = _c_ints(ids[len(shared) :] if shared else ids)
         except TypeError:
             raise ValueError(f"request {request_id}: prompt_token_ids must be a flat list of 32-bit integers") from None
         except OverflowError:
             own = array("i", (-1,))
-        values = np.frombuffer(own, np.int32)
-        if len(own) and (values.min() < 0 or values.max() >= self.vocab_size):
+        if len(own) and np.frombuffer(own, np.uint32).max() >= self.vocab_size:  # a negative id is a large one without its sign
             need_ids("the prompt", ids)
         for name in ("logprob_token_ids", "allowed_token_ids", "stop_token_ids", "logit_bias"):
             if named := getattr(params, name):

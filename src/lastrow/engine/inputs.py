@@ -14,11 +14,13 @@ import torch
 
 from lastrow.core.output import ScheduledRequest, SchedulerOutput
 from lastrow.core.request import Request
-from lastrow.engine.staging import Staging, StaticFields, layout_of, views
+from lastrow.engine.staging import ALIGN, Layout, Staging, StaticFields, layout_of, views
 from lastrow.kernels.rows import AttentionPlan, QueryRows, num_split_sequences, tile_array
 from lastrow.models.batch import ForwardBatch
 
-STEP_FIELDS = 12  # int32 per token at most: ids, positions, slots, rows, tile lists
+STEP_FIELDS = 22  # int32 per token at most: ids, positions, sequences, slots, three of its row, two int64 indices, two tile lists
+MAX_STATIC_ROWS = 256  # wanted rows of a captured prefill, and the sequences its tile list has room for
+NOTHING_NEW = (np.zeros(0, np.int64), np.zeros(0, np.int32))
 TABLE_COLUMNS = 16  # block tables are padded to a multiple of this, so that their stride divides by 16
 
 
@@ -107,10 +109,11 @@ class InputBatch:
             raise ValueError(f"block_size is {block_size}: a power of two is needed")
         self.device = torch.device(device)
         self.block_size = block_size
-        columns = _round_up(-(-max_model_len // block_size), TABLE_COLUMNS)
-        self.tables = tuple(np.zeros((max_num_seqs + 1, columns), np.int32) for _ in range(2))
-        host = (torch.from_numpy(self.tables[0]), torch.from_numpy(self.tables[1]))
-        self.block_tables = (host[0].to(self.device), host[1].to(self.device))  # on a CPU these are the host tables themselves
+        self._columns = _round_up(-(-max_model_len // block_size), TABLE_COLUMNS)
+        self._flat_tables = np.zeros(2 * (max_num_seqs + 1) * self._columns, np.int32)
+        self._flat_block_tables = torch.from_numpy(self._flat_tables).to(self.device)  # on a CPU these are the host tables themselves
+        full, sliding = self._flat_block_tables.view(2, max_num_seqs + 1, self._columns)
+        self.block_tables = (full, sliding)
         self.filled = tuple([0] * max_num_seqs for _ in range(2))
         self.slot_of: dict[str, int] = {}
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -119,7 +122,15 @@ class InputBatch:
         self.router: Router | None = None
         self.tile_rows: tuple[int, ...] = ()
         self.attention_plans = attention_plans
-        self._staging = Staging(self.device, STEP_FIELDS * max(max_num_batched_tokens, max_num_seqs) + self.tables[0].size)
+        self.padding = {"slots_full": -1, "slots_sliding": -1} | dict.fromkeys(("seq_index", "row_seqs", "row_slots"), self.null_slot)
+        self._staging = Staging(self.device, 0)
+        self.reserve(STEP_FIELDS * max(max_num_batched_tokens, max_num_seqs))
+
+    def reserve(self, size: int) -> torch.Tensor:
+        """Device memory for fields of `size` int32 elements in all, and room behind them for those that only some steps have: new
+        blocks (an int64 place and a block) and sampled rows. At one address from then on, if no larger size is asked."""
+        rows, slack = 2 * max(self.null_slot, MAX_STATIC_ROWS), STEP_FIELDS * ALIGN
+        return self._staging.reserve(size + 3 * len(self._flat_tables) + rows + slack)
 
     # ------------------------------------------------------------------------------------------------------ slots
     def drop(self, request_ids: Iterable[str]) -> None:
@@ -143,7 +154,7 @@ class InputBatch:
     def prepare(self, out: SchedulerOutput) -> StepInputs:
         """The tensors of a step whose requests all have slots."""
         parts = _row_order(out)
-        slots = np.fromiter((self.slot_of[part.request.request_id] for part in parts), np.int32, len(parts))
+        slots = np.array([self.slot_of[part.request.request_id] for part in parts], np.int32)
         new_blocks = self._update_tables(parts, slots.tolist())
         plan = _RowPlan(parts)
         copies = _copies(parts)
@@ -153,18 +164,20 @@ class InputBatch:
             shape = StepShape(plan.num_tokens, len(parts), plan.num_rows, max(plan.kv_lens), is_decode, any(copies))
             route = self.router.route(shape)
         values = self._values(parts, slots, plan)
-        in_flight = bool((values["ids"] < 0).any())
-        for static in {id(fields): fields for fields in (route.before, route.behind) if fields is not None}.values():
-            self._fill(static, values, plan, slots)
-        values |= {"new_full": new_blocks[0], "new_sliding": new_blocks[1], "sample_rows": plan.sample_rows.view(np.int32)}
-        if route.before is None:
-            values |= self._tiles(plan, slots, out.num_decodes)
-        taken = {name for fields in (route.before, route.behind) if fields is not None for name in fields.sizes}
-        t = self._send({name: value for name, value in values.items() if name not in taken})
+        in_flight = route.before is None and bool((values["ids"] < 0).any())
+        every = len(plan.sample_rows) == plan.num_rows
+        if not every:
+            values["sample_rows"] = plan.sample_rows.view(np.int32)
+        if len(new_blocks[0]):
+            values["new_index"], values["new_blocks"] = new_blocks[0].view(np.int32), new_blocks[1]
+        first = num_split_sequences(plan.q_lens, out.num_decodes, self.attention_plans[0]) if route.before is None else 0
+        pad_to = dict.fromkeys(self.tile_rows, 0) if route.before is None else route.before.tiles
+        for rows, count in pad_to.items():
+            values[f"tiles_{rows}"] = tile_array(plan.q_lens, plan.positions, values["seq_index"], rows, first, count).reshape(-1)
+        t = self._send(values, route)
         self._write_tables(t)
         batch = None if route.before is not None else self._batch(plan, out.num_decodes, in_flight, copies, t, route)
-        every = len(plan.sample_rows) == plan.num_rows
-        row_slots = (t if route.behind is None else route.behind.t)["row_slots"][: plan.num_rows]
+        row_slots = t["row_slots"][: plan.num_rows]
         sample_rows = None if every else t["sample_rows"].view(torch.int64)
         sampled_from = plan.logits_indices[plan.sample_rows]
         return StepInputs(
@@ -179,51 +192,41 @@ class InputBatch:
         ids = np.empty(plan.num_tokens, np.int32)
         _token_ids(parts, plan.starts, ids)
         # int32, shifts and flat indices: a step of 64k tokens is on the card's critical path
-        entry = sequence * np.int32(self.tables[0].shape[1]) + (positions >> np.int32(self.block_size.bit_length() - 1))
+        entry = sequence * np.int32(self._columns) + (positions >> np.int32(self.block_size.bit_length() - 1))
         offset = positions & np.int32(self.block_size - 1)
+        full, sliding = self._flat_tables.reshape(2, -1)
         row_slots = np.full(plan.num_rows, self.null_slot)
         row_slots[plan.sample_rows] = sequence[take[plan.sample_rows]]
         return {
             "ids": ids,
             "positions": positions,
             "seq_index": sequence,
-            "slots_full": self.tables[0].reshape(-1).take(entry) * np.int32(self.block_size) + offset,
-            "slots_sliding": self.tables[1].reshape(-1).take(entry) * np.int32(self.block_size) + offset,
+            "slots_full": full.take(entry) * np.int32(self.block_size) + offset,
+            "slots_sliding": sliding.take(entry) * np.int32(self.block_size) + offset,
             "logits_indices": take.view(np.int32),
             "row_positions": positions[take],
             "row_seqs": sequence[take],
             "row_slots": row_slots,
         }
 
-    def _fill(self, static: StaticFields, values: dict[str, np.ndarray], plan: _RowPlan, slots: np.ndarray) -> None:
-        """Write a graph's fields. Padding rows are token 0 at position 0 of the null slot and store nothing."""
-        fields = self._staging.begin(static.layout, static.buffer.numel())
-        padding: dict[str, int] = dict.fromkeys(("slots_full", "slots_sliding"), -1)
-        padding |= dict.fromkeys(("seq_index", "row_seqs", "row_slots"), self.null_slot)
-        for name, field in fields.items():
-            if name.startswith("tiles_"):
-                rows = int(name.removeprefix("tiles_"))
-                tiles = tile_array(plan.q_lens, plan.positions, slots[plan.sequence], rows, pad_to=static.tiles[rows])
-                field.reshape(-1, 5)[:] = tiles
-                continue
+    def _send(self, values: dict[str, np.ndarray], route: Route) -> dict[str, torch.Tensor]:
+        """The step's fields on the device, in one copy: those of the route's graphs where they read them, the others behind. Padding
+        rows of a graph are token 0 at position 0 of the null slot and store nothing."""
+        layout: Layout = {}
+        t: dict[str, torch.Tensor] = {}
+        end = 0
+        for static in (route.behind, route.before):
+            if static is not None:
+                layout |= static.layout
+                t |= static.t
+                end = max(end, static.end)
+        others, end = layout_of({name: len(value) for name, value in values.items() if name not in layout}, end)
+        for name, field in self._staging.begin(layout | others, end).items():
             value = values[name]
             field[: len(value)] = value
-            field[len(value) :] = padding.get(name, 0)
-        self._staging.copy_to(static.buffer)
-
-    def _tiles(self, plan: _RowPlan, slots: np.ndarray, num_decodes: int) -> dict[str, np.ndarray]:
-        """Tile lists of an eager step; made here they travel with the other fields instead of in copies that wait."""
-        first = num_split_sequences(plan.q_lens, num_decodes, self.attention_plans[0])
-        sequence = slots[plan.sequence]
-        return {f"tiles_{rows}": tile_array(plan.q_lens, plan.positions, sequence, rows, first) for rows in self.tile_rows}
-
-    def _send(self, values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Fields of what runs eagerly, in one copy."""
-        layout, size = layout_of({name: value.size for name, value in values.items()})
-        fields = self._staging.begin(layout, size)
-        for name, value in values.items():
-            fields[name][:] = value.reshape(-1)
-        return views(self._staging.to_device(), layout)
+            if len(value) < len(field):
+                field[len(value) :] = self.padding.get(name, 0)
+        return t | views(self._staging.to_device(bool(layout)), others)
 
     def _batch(
         self, plan: _RowPlan, num_decodes: int, in_flight: bool, copies: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]],
@@ -247,28 +250,29 @@ class InputBatch:
 
     def _update_tables(self, parts: Sequence[ScheduledRequest], slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Append the blocks each request got since its last part to the host tables. Entries the window has passed keep their
-        stale value: no row reads them. Returns per group (flat index, block), [2, n]; empty on a CPU."""
-        new: list[np.ndarray] = []
-        for group in range(2):
-            table, filled = self.tables[group], self.filled[group]
-            changed: list[tuple[int, int, int]] = []
+        stale value: no row reads them. Returns where in both tables, flat, and which blocks, [n] int64 and [n] int32."""
+        first: list[int] = []
+        counts: list[int] = []
+        new: list[int] = []
+        for group, filled in enumerate(self.filled):
             for part, slot in zip(parts, slots, strict=True):
                 blocks, have = part.block_ids[group], filled[slot]
                 if len(blocks) > have:
-                    table[slot, have : len(blocks)] = blocks[have:]
+                    first.append((group * (self.null_slot + 1) + slot) * self._columns + have)
+                    counts.append(len(blocks) - have)
+                    new += blocks[have:]
                     filled[slot] = len(blocks)
-                    changed.append((slot, have, len(blocks)))
-            index = np.zeros(0, np.int64)
-            if changed and self.device.type != "cpu":
-                index = np.concatenate([np.arange(first, end) + slot * table.shape[1] for slot, first, end in changed])
-            new.append(np.stack((index, table.reshape(-1)[index])))
-        return new[0], new[1]
+        if not new:
+            return NOTHING_NEW
+        ends = np.cumsum(counts)
+        index = np.repeat(np.array(first, np.int64) + counts - ends, counts) + np.arange(len(new))
+        blocks = np.array(new, np.int32)
+        self._flat_tables[index] = blocks
+        return index, blocks
 
     def _write_tables(self, t: dict[str, torch.Tensor]) -> None:
-        for table, name in zip(self.block_tables, ("new_full", "new_sliding"), strict=True):
-            if t[name].numel():
-                index, block = t[name].view(2, -1)
-                table.view(-1)[index] = block
+        if "new_index" in t and self.device.type != "cpu":
+            self._flat_block_tables.scatter_(0, t["new_index"].view(torch.int64), t["new_blocks"])
 
     def keep_sampled(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Remember on the device what these slots sampled: slots [n] int32, token_ids [n]."""

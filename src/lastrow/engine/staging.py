@@ -1,21 +1,25 @@
-"""A step's fields in host and device memory: named int32 arrays in one buffer, so that a step is one copy."""
+"""A step's fields in host and device memory: named int32 arrays in one buffer, so that a step is one copy.
+
+On the device every step's fields lie in the same memory, and every captured graph reads them there. A step's copy waits on the
+stream for the kernels of the step before, so no two steps meet."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 ALIGN = 32  # int32 elements: every field starts on 128 bytes, so kernels see one pointer alignment
-RING = 8  # staging buffers: a step copies at most three times, one step is in flight
+RING = 4  # staging buffers: a step copies once, and the copies of two steps may be waiting for the card
 Layout = dict[str, tuple[int, int]]
 """Field -> (offset, elements)."""
 
 
-def layout_of(sizes: dict[str, int]) -> tuple[Layout, int]:
-    """(offset, elements) of each field, aligned, and the whole size."""
-    offset, layout = 0, {}
+def layout_of(sizes: Mapping[str, int], offset: int = 0) -> tuple[Layout, int]:
+    """(offset, elements) of each field, aligned, and where the next one would begin."""
+    layout: Layout = {}
     for name, size in sizes.items():
         layout[name] = (offset, size)
         offset += -(-size // ALIGN) * ALIGN
@@ -27,19 +31,22 @@ def views(buffer: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 class StaticFields:
-    """A step's fields at fixed device addresses, those a captured graph reads. sizes: int32 elements by name. t: name -> view.
+    """A step's fields at fixed device addresses, those a captured graph reads. sizes: int32 elements by name. memory: where a
+    step's fields lie (`Staging.memory`), of which these begin at `offset`. t: name -> view. end: where the next field may begin.
     tiles: rows per tile -> tiles, for the fields `tiles_N`."""
 
-    def __init__(self, sizes: dict[str, int], device: torch.device | str) -> None:
-        self.sizes = sizes
-        self.layout, size = layout_of(sizes)
-        self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        self.t = views(self.buffer, self.layout)
+    def __init__(self, sizes: Mapping[str, int], memory: torch.Tensor, offset: int = 0) -> None:
+        self.layout, self.end = layout_of(sizes, offset)
+        if self.end > memory.numel():
+            raise ValueError(f"fields of {self.end} elements do not fit into {memory.numel()}: reserve them first")
+        memory[offset : self.end].zero_()
+        self.t = views(memory, self.layout)
         self.tiles = {int(name.removeprefix("tiles_")): count // 5 for name, count in sizes.items() if name.startswith("tiles_")}
 
 
 class Staging:
-    """Host memory of a step, int32, as named fields; pinned and reused on CUDA, where allocating it costs a millisecond.
+    """Memory of a step, int32, as named fields: on the host, pinned and reused on CUDA, where allocating it costs a millisecond, and
+    `memory` on the device.
 
     capacity: elements of one buffer; a larger step gets memory of its own. A buffer is written again only when the copy out of it
     has finished; enough of them keep the host from ever waiting."""
@@ -47,12 +54,22 @@ class Staging:
     def __init__(self, device: torch.device, capacity: int) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
-        count = RING if self.is_cuda else 0
-        self._free = deque(torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(count))
         self._busy: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-        self._capacity = capacity
         self._current = torch.empty(0, dtype=torch.int32)
         self._size = 0
+        self._capacity = -1
+        self.reserve(capacity)
+
+    def reserve(self, capacity: int) -> torch.Tensor:
+        """`memory` with room for a step of this many elements. Before fields of captured graphs are made: it may move."""
+        if capacity <= self._capacity:
+            return self.memory
+        self._capacity = capacity
+        self._busy.clear()
+        count = RING if self.is_cuda else 0
+        self._free = deque(torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(count))
+        self.memory = torch.zeros(capacity, dtype=torch.int32, device=self.device)
+        return self.memory
 
     def begin(self, layout: Layout, size: int) -> dict[str, np.ndarray]:
         """Fields at `layout` of `size` int32 elements, uninitialised."""
@@ -70,22 +87,19 @@ class Staging:
             return buffer
         return self._free.popleft()
 
-    def to_device(self) -> torch.Tensor:
-        """What was written, on the device."""
+    def to_device(self, is_static: bool) -> torch.Tensor:
+        """What was written, on the device, in one copy. is_static: some of it are fields of a captured graph."""
         whole = self._current[: self._size]
-        if not self.is_cuda:
+        if not self.is_cuda and not is_static:
             return whole
-        whole = whole.to(self.device, non_blocking=True)
-        self._copied()
-        return whole
-
-    def copy_to(self, target: torch.Tensor) -> None:
-        """What was written, at a fixed device address."""
-        target.copy_(self._current[: self._size], non_blocking=True)
-        self._copied()
-
-    def _copied(self) -> None:
-        if self.is_cuda and self._current.numel() == self._capacity:
+        if self._size > self._capacity:
+            if is_static:
+                raise RuntimeError(f"a captured step of {self._size} elements, {self._capacity} are reserved")
+            return whole.to(self.device, non_blocking=True)
+        target = self.memory[: self._size]
+        target.copy_(whole, non_blocking=True)
+        if self.is_cuda:
             copied = torch.cuda.Event()
             copied.record()
             self._busy.append((self._current, copied))
+        return target

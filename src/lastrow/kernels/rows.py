@@ -86,9 +86,11 @@ def tile_array(
     Heaviest tile of a sequence first. positions, seq_index: host copies, [N]. pad_to: append empty tiles (0 rows) up to this
     many, for a graph's bucket; `max_tiles` gives the bound."""
     ranges = _row_ranges(q_lens, rows_per_tile, first_sequence)
-    first, last = ranges[:, 0], ranges.sum(1) - 1
-    tiles = np.column_stack([ranges, seq_index[first], positions[first], positions[last]]).astype(np.int32)
-    return np.concatenate([tiles, np.zeros((max(pad_to - len(tiles), 0), 5), np.int32)])
+    first, last = ranges[:, 0], ranges[:, 0] + ranges[:, 1] - 1
+    tiles = np.zeros((max(pad_to, len(ranges)), 5), np.int32)
+    for column, values in enumerate((first, ranges[:, 1], seq_index[first], positions[first], positions[last])):
+        tiles[: len(ranges), column] = values
+    return tiles
 
 
 def max_tiles(num_rows: int, num_sequences: int, rows_per_tile: int) -> int:
@@ -98,9 +100,12 @@ def max_tiles(num_rows: int, num_sequences: int, rows_per_tile: int) -> int:
 
 def _row_ranges(q_lens: Sequence[int], rows_per_tile: int, first_sequence: int) -> np.ndarray:
     """(first query row, rows) of every tile, [n, 2] int32."""
-    ends = np.cumsum(q_lens, dtype=np.int64)
-    ranges = [np.zeros((0, 2), np.int64)]
-    for end, length in zip(ends[first_sequence:], q_lens[first_sequence:], strict=True):
-        start = np.arange(0, length, rows_per_tile)[::-1]
-        ranges.append(np.stack([end - length + start, np.minimum(rows_per_tile, length - start)], 1))
-    return np.concatenate(ranges).astype(np.int32)
+    lens = np.array(q_lens, np.int64)
+    ends = np.cumsum(lens)[first_sequence:]
+    lens = lens[first_sequence:]
+    counts = -(-lens // rows_per_tile)
+    # tiles of the same sequence that follow in the list: none follows that of its first rows
+    after = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(int(counts.sum()))
+    start = after * rows_per_tile
+    length = np.repeat(lens, counts)
+    return np.stack([np.repeat(ends, counts) - length + start, np.minimum(rows_per_tile, length - start)], 1).astype(np.int32)
