@@ -136,7 +136,7 @@ def decode_attention_kernel(
             gdc_wait()
         src = qkv_ptr + r.to(tl.int64) * qkv_stride
         newest = base + CHUNK >= n
-        if OWN:
+        if OWN:  # noqa: SIM102  one is known when compiling, the other is not
             if newest:
                 one = kv_head + tl.arange(0, 1)
                 slot = tl.load(slots_ptr + r).to(tl.int64)
@@ -248,7 +248,8 @@ def triton(
         qkv, width, rows.positions, rows.seq_index, slots, block_table, block_table.stride(0), rope, q_weight, k_weight,
         kv.k, kv.v, kv.k_scale, kv.v_scale, part, ml, counters, out, splits, r * width, eps,
         heads, kv_heads, head_dim, keys, kv.block_size, c.chunk, window,
-        max(16, next_power_of_2(heads // kv_heads)), next_power_of_2(heads // kv_heads), own, k_eq_v, kv.quant_max, "ieee" if exact else "tf32", splits_of(qkv), c.stages, pdl,
+        max(16, next_power_of_2(heads // kv_heads)), next_power_of_2(heads // kv_heads), own, k_eq_v, kv.quant_max,
+        "ieee" if exact else "tf32", splits_of(qkv), c.stages, pdl,
         num_warps=c.warps, **pdl_launch(pdl),
     )  # fmt: skip
     return out
