@@ -33,7 +33,7 @@ class DecodeConfig:
 def decode_config(rows: int, max_kv_len: int) -> DecodeConfig:
     """Best found on an H200 for the shapes of E2B at 256 keys: one row needs every split it can get, many rows fill the card with
     few, and the combination of splits costs each of them. Long contexts get larger chunks for the same reason."""
-    chunk = 32 if rows <= 4 else 64 if rows <= 32 else 128
+    chunk = 32 if rows == 1 else 64 if rows <= 32 else 128
     long = next_power_of_2(max(rows, 4) * max_kv_len) // PROGRAMS
     return DecodeConfig(max(chunk, min(1024, long)), min(chunk, 64), 2 if chunk > 64 else 1)
 
