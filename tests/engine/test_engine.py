@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from engine.stub_engine import TEXTS, VOCAB, check_idle, stub_engine, stub_logit
 from lastrow.core.output import SchedulerOutput
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.engine import EngineStuck
-from lastrow.engine.output_processor import find_stop, held_back
+from lastrow.engine.output_processor import RequestGroup, find_stop, held_back
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -259,3 +260,30 @@ def test_a_stream_of_n_completions_shows_all_of_them_each_time() -> None:
         for old, new in zip(before.outputs, after.outputs, strict=True):
             assert new.token_ids[: len(old.token_ids)] == old.token_ids
     assert [len(c.token_ids) for c in outputs[-1].outputs] == [6, 6]
+
+
+def test_finished_requests_wait_for_no_garbage_collector() -> None:
+    """Each holds its prompt, of which a collector looks at every id."""
+    engine = stub_engine()
+    gc.collect()
+    gc.disable()
+    try:
+        for name in "abc":
+            engine.add_request(name, [3, 4, 5, 6], replace(GREEDY, n=2))
+        assert len(run(engine)) == 3
+        engine.add_request("aborted", [3], GREEDY)
+        engine.abort("aborted")
+        assert not [thing for thing in gc.get_objects() if type(thing) is RequestGroup]
+    finally:
+        gc.enable()
+
+
+def test_a_list_of_ids_may_change_behind_add_request() -> None:
+    engine, ids = stub_engine(), [3, 4, 5, 6, 7]
+    engine.add_request("r", ids, GREEDY)
+    ids.clear()
+    (output,) = run(engine)
+    expected = [3, 4, 5, 6, 7]
+    for _ in range(8):
+        expected.append(oracle.next_token(stub_logits(expected), GREEDY, expected[:5], expected[5:], ()))
+    assert output.prompt_token_ids + output.outputs[0].token_ids == expected

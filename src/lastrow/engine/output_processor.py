@@ -26,13 +26,12 @@ class CompletionState:
 
     Text is made as tokens arrive only where somebody needs it then: a stream, or stop strings; else once, at the end."""
 
-    def __init__(self, request: Request, group: RequestGroup, index: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: Request, stream: bool, index: int, tokenizer: Tokenizer | None) -> None:
         params = request.sampling_params
         self.request = request
-        self.group = group
         self.index = index
         self.tokenizer = tokenizer
-        self.stops: Sequence[str] = list(params.stop or ())
+        self.stops: Sequence[str] = params.stop or ()
         self.text = ""
         self.logprobs: list[dict[int, Logprob]] | None = None
         self.prompt_logprobs: dict[int, dict[int, Logprob]] = {}
@@ -40,7 +39,7 @@ class CompletionState:
         self.cumulative_logprob: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self._eager = group.stream or bool(self.stops)
+        self._eager = stream or bool(self.stops)
         self._pending: list[int] = []
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
@@ -161,20 +160,21 @@ class CompletionState:
 
 
 class OutputProcessor:
-    """Open requests by id, and the outputs their callers get."""
+    """Open requests by id, and the outputs their callers get. A completion does not know its group: prompts of finished requests would
+    wait in the circle for the garbage collector, which looks at every id of them (6 ms for 400 prompts of 1,024 tokens)."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.groups: dict[str, RequestGroup] = {}
-        self.states: dict[str, CompletionState] = {}
+        self.states: dict[str, tuple[CompletionState, RequestGroup]] = {}
 
     def add(self, group: RequestGroup, requests: Sequence[Request]) -> None:
         self.groups[group.request_id] = group
         group.unfinished = len(requests)
         for index, request in enumerate(requests):
-            state = CompletionState(request, group, index, self.tokenizer)
+            state = CompletionState(request, group.stream, index, self.tokenizer)
             group.members.append(state)
-            self.states[request.request_id] = state
+            self.states[request.request_id] = state, group
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[tuple[str, str]]]:
         """Returns what callers get now, and (request id, stop string) of requests to be ended by the scheduler."""
@@ -182,13 +182,12 @@ class OutputProcessor:
         touched: dict[str, RequestGroup] = {}
         for output in outputs:
             request_id = output.request.request_id
-            state = self.states.get(request_id)
-            if state is None:
+            if request_id not in self.states:
                 continue
+            state, group = self.states[request_id]
             stop = state.take(output)
             if stop is not None and output.finish_reason is None:
                 ended.append((request_id, stop))
-            group = state.group
             if state.finish_reason is not None:
                 self._close(state)
             if group.stream or not group.unfinished:
@@ -196,8 +195,7 @@ class OutputProcessor:
         return [self.request_output(group) for group in touched.values()], ended
 
     def _close(self, state: CompletionState) -> None:
-        del self.states[state.request.request_id]
-        group = state.group
+        _, group = self.states.pop(state.request.request_id)
         group.unfinished -= 1
         if not group.unfinished:
             del self.groups[group.request_id]
