@@ -61,8 +61,8 @@ def check_request(request: Request, config: SchedulerConfig, kv: KVCacheManager)
     name, prompt, limit = f"request {request.request_id}", request.num_prompt_tokens, config.max_model_len
     if prompt == 0:
         raise ValueError(f"{name}: the prompt is empty, at least one token is needed")
-    rows = list(request.prompt_rows)
-    if any(a >= b for a, b in pairwise(rows)) or (rows and not 0 <= rows[0] <= rows[-1] < prompt):
+    rows = request.prompt_rows
+    if rows and (any(a >= b for a, b in pairwise(rows)) or not 0 <= rows[0] <= rows[-1] < prompt):
         raise ValueError(f"{name}: prompt_rows must be ascending positions of its {prompt} prompt tokens")
     if prompt > limit - (1 if request.samples else 0):
         raise ValueError(

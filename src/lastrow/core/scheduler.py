@@ -21,6 +21,14 @@ def _order(request: Request) -> tuple[int, float, int]:
     return request.priority, request.arrival_time, request.arrival_index
 
 
+def _insert(requests: list[Request], request: Request) -> None:
+    """Keep `requests` in order; most come last."""
+    if requests and _order(request) < _order(requests[-1]):
+        insort(requests, request, key=_order)
+    else:
+        requests.append(request)
+
+
 @dataclass(slots=True)
 class _Step:
     """A step being put together. reserved: running decodes that have not had their token yet; prefill leaves room for them."""
@@ -76,7 +84,7 @@ class Scheduler:
         else:
             if parent is not None:
                 self._fork(parent, request, fork_num_tokens)
-            insort(self.waiting, request, key=_order)
+            _insert(self.waiting, request)
 
     def finish_request(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT, stop_reason: int | str | None = None
@@ -252,7 +260,7 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
             request.metrics.first_scheduled_time = time.monotonic()
         request.status = RequestStatus.RUNNING
-        insort(self.running, request, key=_order)
+        _insert(self.running, request)
 
     def _add_part(self, request: Request, num_tokens: int, step: _Step, drafts: list[int] | None = None) -> None:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens

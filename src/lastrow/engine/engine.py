@@ -110,6 +110,7 @@ class LLMEngine:
         label_token_ids: Sequence[int] | None = None,
         fork_of: str | None = None,
         fork_num_tokens: int = 0,
+        is_kept: bool = False,
     ) -> None:
         """Queue a request. Raises ValueError, in one line, for whatever can never be answered.
 
@@ -117,22 +118,27 @@ class LLMEngine:
         label_token_ids: logits of these ids at prompt_rows (default: the last one), and nothing is sampled; with
         params.logprobs set, the logsumexp over the vocabulary, too. With params.prompt_logprobs, prompt_rows are the rows whose next
         token's logprob is wanted (default: all). fork_of, fork_num_tokens: see Scheduler.add_request.
-        With n > 1 the completions share the prompt's K/V."""
+        With n > 1 the completions share the prompt's K/V. is_kept: a list of ids stays as it is until the request ends, so that it is
+        not copied; the garbage collector visits every id of every copy."""
         if request_id in self.outputs.groups:
             raise ValueError(f"request {request_id}: a request with this id is not finished yet")
         if priority and not self.priority_scheduling:
             raise ValueError(f"request {request_id}: priority is {priority}, but scheduling_policy is 'fcfs': start with priority")
-        ids = prompt_token_ids.tolist() if isinstance(prompt_token_ids, np.ndarray) else list(prompt_token_ids)
+        if isinstance(prompt_token_ids, np.ndarray):
+            ids = prompt_token_ids.tolist()
+        else:
+            ids = prompt_token_ids if is_kept and type(prompt_token_ids) is list else list(prompt_token_ids)
         buffer = self._check(request_id, ids, params, label_token_ids, self._shared_tokens(fork_of, fork_num_tokens))
         arrival = time.monotonic() if arrival_time is None else arrival_time
         requests = [
             self._request(request_id, i, ids, params, prompt_rows, label_token_ids, priority, cache_salt, arrival, buffer)
             for i in range(params.n)
         ]
-        grammars = {request.request_id: self._grammar(request) for request in requests} if params.structured_outputs else {}
+        grammars = {request.request_id: self._grammar(request) for request in requests} if params.structured_outputs else None
         self._num_requests += 1
         self.scheduler.add_request(requests[0], fork_of, fork_num_tokens)
-        self.runner.grammars.update(grammars)
+        if grammars:
+            self.runner.grammars.update(grammars)
         for request in requests[1:]:
             if len(ids) > 1:
                 self.scheduler.add_request(request, requests[0].request_id, len(ids) - 1)
@@ -159,7 +165,8 @@ class LLMEngine:
         return Request(name, ids, params, stops, rows, labels, priority, cache_salt, arrival, buffer)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.stop_token_ids)
+        stops = frozenset() if params.ignore_eos else self.stop_token_ids
+        return stops | frozenset(params.stop_token_ids) if params.stop_token_ids else stops
 
     def prepare_grammars(self) -> GrammarBackend | None:
         """The compiler of structured outputs, made once (about a second for a large vocabulary); None without a tokenizer."""
@@ -198,15 +205,8 @@ class LLMEngine:
     ) -> array[int]:
         """The prompt as C ints; shared: the first of them. Raises ValueError, in one line, for what can never be answered."""
 
-        def need(ok: bool, message: str) -> None:
-            if not ok:
-                raise ValueError(f"request {request_id}: {message}")
-
-        def need_ids(name: str, values: Iterable[int]) -> None:
-            wrong = [i for i in values if not 0 <= i < self.vocab_size]
-            need(not wrong, f"{name} holds {wrong[:3]}: token ids from 0 to {self.vocab_size - 1} are needed")
-
-        need(len(ids) > 0, "the prompt is empty, at least one token is needed")
+        if not ids:
+            raise ValueError(f"request {request_id}: the prompt is empty, at least one token is needed")
         try:
             own = _c_ints(ids[len(shared) :] if shared else ids)
         except TypeError:
@@ -214,25 +214,37 @@ class LLMEngine:
         except OverflowError:
             own = array("i", (-1,))
         if len(own) and np.frombuffer(own, np.uint32).max() >= self.vocab_size:  # a negative id is a large one without its sign
-            need_ids("the prompt", ids)
+            self._need_ids(request_id, "the prompt", ids)
         for name in ("logprob_token_ids", "allowed_token_ids", "stop_token_ids", "logit_bias"):
             if named := getattr(params, name):
-                need_ids(name, named)
-        need_ids("label_token_ids", labels or ())
+                self._need_ids(request_id, name, named)
+        if labels:
+            self._need_ids(request_id, "label_token_ids", labels)
+        if wrong := self._contradiction(params, labels):
+            raise ValueError(f"request {request_id}: {wrong}")
+        return shared + own if shared else own
+
+    def _need_ids(self, request_id: str, name: str, values: Iterable[int]) -> None:
+        wrong = [i for i in values if not 0 <= i < self.vocab_size]
+        if wrong:
+            raise ValueError(f"request {request_id}: {name} holds {wrong[:3]}: token ids from 0 to {self.vocab_size - 1} are needed")
+
+    def _contradiction(self, params: SamplingParams, labels: Sequence[int] | None) -> str | None:
+        """What in a request can never be answered, and why."""
         if self.tokenizer is None:
             for name in ("stop", "bad_words"):
-                need(not getattr(params, name), f"{name} needs a tokenizer, and a model with dummy weights has none")
-        need(labels is None or params.n == 1, f"n is {params.n}: label_token_ids samples nothing, so n must be 1")
-        scores = params.max_tokens == 0 and params.logprob_token_ids and labels is None
-        need(
-            not (scores and params.prompt_logprobs is not None),
-            "logprob_token_ids with max_tokens=0 and prompt_logprobs: ask in two requests",
-        )
-        need(params.max_tokens != 0 or params.n == 1, f"n is {params.n} with max_tokens=0: there is one answer")
+                if getattr(params, name):
+                    return f"{name} needs a tokenizer, and a model with dummy weights has none"
+        if labels is not None and params.n != 1:
+            return f"n is {params.n}: label_token_ids samples nothing, so n must be 1"
+        if params.max_tokens == 0:
+            if params.logprob_token_ids and labels is None and params.prompt_logprobs is not None:
+                return "logprob_token_ids with max_tokens=0 and prompt_logprobs: ask in two requests"
+            if params.n != 1:
+                return f"n is {params.n} with max_tokens=0: there is one answer"
         if labels is None and params.max_tokens != 0:
-            wrong = contradiction(params, self._stop_ids(params), self.vocab_size, self.runner.sampler.encode)
-            need(wrong is None, wrong or "")
-        return shared + own
+            return contradiction(params, self._stop_ids(params), self.vocab_size, self.runner.sampler.encode)
+        return None
 
     @_one_at_a_time
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:

@@ -74,7 +74,7 @@ class LLM:
             waiting = 0
             for i, (item, (text, tokens), p, rank) in enumerate(zip(items, texts, params, order, strict=True)):
                 request_id = str(next(self._ids))
-                self.engine.add_request(request_id, tokens, p, prompt=text, priority=rank, cache_salt=_salt(item))
+                self.engine.add_request(request_id, tokens, p, prompt=text, priority=rank, cache_salt=_salt(item), is_kept=True)
                 ids.append(request_id)
                 waiting += len(tokens)
                 if waiting >= LAUNCH_TOKENS and len(items) - i > LAUNCH_PROMPTS:
@@ -242,8 +242,9 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self.get_tokenizer().encode(prompt)
         if isinstance(prompt, Mapping):
-            if isinstance(prompt.get("prompt_token_ids"), Sequence | np.ndarray):
-                return prompt.get("prompt"), prompt["prompt_token_ids"]
+            ids: Any = prompt.get("prompt_token_ids")
+            if isinstance(ids, (list, Sequence, np.ndarray)):  # a list first: an abstract class takes longer
+                return prompt.get("prompt"), ids
             if isinstance(prompt.get("prompt"), str):
                 return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"])
             raise ValueError(f"a prompt is {prompt!r}: {{'prompt_token_ids': [...]}} or {{'prompt': text}} is needed")
@@ -266,7 +267,7 @@ class LLM:
 def _salt(prompt: Any) -> str | None:
     """cache_salt of a prompt given as a mapping. Raises ValueError where it is no text."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if not isinstance(salt, str | None):
+    if salt is not None and not isinstance(salt, str):
         raise ValueError(f"cache_salt is {salt!r}: a text is needed")
     return salt
 
