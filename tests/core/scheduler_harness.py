@@ -192,9 +192,10 @@ class Harness:
             )
         )
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, holds_back: bool = False) -> SchedulerOutput:
+        running_at_first = set(self.scheduler.running)
         running_before = [r for r in self.scheduler.running if r.num_inflight_tokens]
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(holds_back)
         self.last = step
         assert all(r.request_id not in step.preempted for r in running_before), "a request with tokens in flight was preempted"
         parts = step.scheduled
@@ -206,6 +207,9 @@ class Harness:
         assert len(prefills) <= self.config.prefill_limit
         if not self.config.enable_chunked_prefill:
             assert all(p.end >= p.request.num_known_tokens for p in parts), "a prompt was cut although chunking is off"
+        elif holds_back:
+            others = [p for p in parts[step.num_decodes :] if p.request not in running_at_first]
+            assert not any(p.sample and p.num_tokens > 1 for p in others), "the last token of a prompt was not held back"
         if parts:
             self.in_flight.append((step, self.runner.execute(step)))
         self.check()
@@ -231,9 +235,9 @@ class Harness:
         assert self.rows[request] == {row: float(hashes[row]) for row in request.prompt_rows}, "a wanted row is missing or wrong"
         self.finished[request] = reason
 
-    def step(self) -> None:
+    def step(self, holds_back: bool = False) -> None:
         """What an engine does: keep at most `depth` steps in flight besides the one being scheduled."""
-        step = self.schedule()
+        step = self.schedule(holds_back)
         if step.is_empty and not self.in_flight:
             assert not self.scheduler.has_unfinished_requests, "nothing runs, nothing is in flight, requests wait"
         while self.in_flight and (len(self.in_flight) > self.depth or step.is_empty):

@@ -115,6 +115,18 @@ def test_the_config_names_what_is_wrong(kw: dict[str, object], text: str) -> Non
 # -- steps -----------------------------------------------------------------------------------------------------------------
 
 
+def test_a_step_that_holds_back_leaves_the_last_token_of_every_prompt_to_the_next_one() -> None:
+    harness = make(max_num_batched_tokens=30)
+    for prompt in ([1] * 3, [2], [3] * 20):
+        harness.add(harness.request(prompt, max_tokens=2))
+    step = harness.schedule(holds_back=True)
+    assert shape(step) == [("r2", 0, 1), ("r1", 0, 2), ("r3", 0, 19)] and [len(p.rows) for p in step.scheduled] == [1, 0, 0]
+    harness.add(harness.request([4] * 5, max_tokens=2))
+    step = harness.schedule()
+    assert (step.num_decodes, shape(step)) == (3, [("r1", 2, 1), ("r2", 1, 1), ("r3", 19, 1), ("r4", 0, 5)])
+    harness.drain()
+
+
 def test_decodes_come_first_and_a_prompt_fills_the_rest_of_the_step() -> None:
     harness = make(max_num_batched_tokens=10)
     for prompt in ([1] * 3, [2] * 3):

@@ -129,10 +129,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_fork(self, seed: int) -> None:
         add_fork(random.Random(seed), self.harness)
 
-    @rule(count=st.integers(1, 4))
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.harness.step()
+    @rule(count=st.integers(1, 4), holds_back=st.booleans())
+    def steps(self, count: int, holds_back: bool) -> None:
+        for i in range(count):
+            self.harness.step(holds_back and i == 0)
 
     @precondition(lambda self: self.harness.in_flight)
     @rule()
@@ -175,5 +175,5 @@ def test_random_walks_with_full_queues_read_only_right_blocks_and_end(seed: int)
             elif event < 0.45 and harness.in_flight:
                 harness.deliver()
             else:
-                harness.step()
+                harness.step(holds_back=event > 0.85)
         harness.drain()

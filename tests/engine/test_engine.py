@@ -214,7 +214,7 @@ def test_drafts_change_nothing_but_the_number_of_steps() -> None:
 def test_the_watchdog_names_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = stub_engine()
     engine.add_request("poor", [3, 4], GREEDY)
-    monkeypatch.setattr(engine.scheduler, "schedule", lambda: SchedulerOutput([]))
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda *_: SchedulerOutput([]))
     with pytest.raises(EngineStuck, match=r"request poor \(waiting, 0 of 2 tokens"):
         for _ in range(5):
             engine.step()

@@ -31,7 +31,8 @@ def _insert(requests: list[Request], request: Request) -> None:
 
 @dataclass(slots=True)
 class _Step:
-    """A step being put together. reserved: running decodes that have not had their token yet; prefill leaves room for them."""
+    """A step being put together. reserved: running decodes that have not had their token yet; prefill leaves room for them.
+    holds_back: see `Scheduler.schedule`."""
 
     budget: int
     prefills_left: int
@@ -40,6 +41,7 @@ class _Step:
     others: list[ScheduledRequest] = field(default_factory=list[ScheduledRequest])
     preempted: list[str] = field(default_factory=list[str])
     stuck: bool = False
+    holds_back: bool = False
 
 
 class Scheduler:
@@ -147,9 +149,13 @@ class Scheduler:
 
     # -- one step ----------------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> SchedulerOutput:
-        """The next step. Empty while requests are unfinished only if steps are in flight whose results must come first."""
+    def schedule(self, holds_back: bool = False) -> SchedulerOutput:
+        """The next step. Empty while requests are unfinished only if steps are in flight whose results must come first.
+
+        holds_back: leave the last token of every prompt that is admitted to the step after this one. Its row is the only one that
+        the layers behind the cut compute, so a step of such prompts is none for them."""
         step = _Step(self.config.max_num_batched_tokens, self.config.prefill_limit)
+        step.holds_back = holds_back and self.config.enable_chunked_prefill
         self._schedule_running(step)
         if not step.stuck and not step.preempted:
             self._schedule_waiting(step)
@@ -235,7 +241,7 @@ class Scheduler:
             holds = self.kv.holds_blocks(request)
             hit = NO_HIT if holds else self.kv.match_prefix(request)
             tokens = request.num_tokens - (request.num_computed_tokens if holds else hit.num_tokens)
-            limit = min(tokens, step.budget)
+            limit = min(tokens - 1 if step.holds_back and tokens > 1 and request.samples else tokens, step.budget)
             fit = self.kv.num_fit(request, limit, hit)
             if limit < tokens and not chunked:
                 break

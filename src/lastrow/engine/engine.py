@@ -331,12 +331,13 @@ class LLMEngine:
 
     @_one_at_a_time
     def launch_ahead(self) -> None:
-        """Launch a step without reading one, where the device works by itself and has nothing to do."""
+        """Launch a step without reading one, where the device works by itself and has nothing to do. The prompts' last tokens go
+        with the next step, which so reads the weights behind the cut once for all."""
         if self.depth and not self._in_flight:
-            self._launch()
+            self._launch(holds_back=True)
 
-    def _launch(self) -> bool:
-        scheduled = self.scheduler.schedule()
+    def _launch(self, holds_back: bool = False) -> bool:
+        scheduled = self.scheduler.schedule(holds_back)
         handle = self.runner.execute(scheduled)
         if scheduled.is_empty:
             return False
