@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from lastrow.kernels import matmul
 from lastrow.kernels._triton import L2E, cdiv, jit, next_power_of_2, round_to, tl
 from lastrow.kernels.attention import softmax_step
 
@@ -22,7 +23,7 @@ def softcap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 def reference(h: torch.Tensor, table: torch.Tensor, cap: float | None) -> torch.Tensor:
     """h [R, H] after the final norm, table [V, H] (unscaled token table) -> softcapped fp32 logits [R, V]."""
-    return softcap(F.linear(h, table), cap)
+    return softcap(matmul.reference(h, table), cap)
 
 
 def reference_labels(h: torch.Tensor, table: torch.Tensor, label_ids: torch.Tensor, cap: float | None) -> torch.Tensor:
