@@ -377,7 +377,8 @@ def bench_centroid(b: Bench) -> None:
         work = 2.0 * t * top_k * size * hidden
         b.compare("centroid", f"gathered rows T {t}",
                   {name: lambda f=f: [f(y, top) for y, top in zip(ys, tops, strict=True)] for name, f in kinds.items()}, unit="TB/s",
-                  work=work, graph=len(ys), expected=centroid_head.reference_gather(ys[0], clusters, tops[0]), view=lambda x: x[0])  # fmt: skip
+                  work=work, graph=len(ys), view=lambda x: x[0],
+                  expected=centroid_head.reference_gather(ys[0], clusters, tops[0]))  # fmt: skip
         b.compare("centroid", f"whole head T {t}", {name: lambda f=f: [whole(f, y) for y in ys] for name, f in kinds.items()},
                   unit="TB/s", work=work, graph=len(ys))  # fmt: skip
         peaks = {name: peak_bytes(lambda f=f: f(ys[0], tops[0])) for name, f in kinds.items()}
