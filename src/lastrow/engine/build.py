@@ -91,7 +91,8 @@ class PoolBinder:
     def __init__(self, config: EngineConfig, model: Gemma4Model, step_tokens: int, max_model_len: int) -> None:
         self.model = model
         self.captures = config.uses_graphs(model.weights.embed.device.type) and isinstance(model.ops, TritonOps)
-        self.buckets = GraphBuckets.for_limits(config.max_num_seqs, step_tokens, max_model_len)
+        self.drafts = most_drafts(config.speculative)
+        self.buckets = GraphBuckets.for_limits(config.max_num_seqs * (1 + self.drafts), step_tokens, max_model_len)
         self.assistant: Gemma4Assistant | None = None
 
     def __call__(self, runner: ModelRunner) -> None:
@@ -104,7 +105,7 @@ class PoolBinder:
         if isinstance(self.model.ops, TritonOps):
             runner.inputs.tile_rows = attention_tile_rows(self.model, runner.pool)
         if self.captures:
-            graphs = CUDAGraphs(self.model, runner.pool, runner.inputs, self.buckets)
+            graphs = CUDAGraphs(self.model, runner.pool, runner.inputs, self.buckets, verifies=self.drafts > 0)
             graphs.warm_up()
             runner.use_graphs(graphs)
 
@@ -167,13 +168,21 @@ def load_model(
 def make_speculator(config: SpeculativeConfig, model: Gemma4Model, runner: ModelRunner, binder: PoolBinder) -> Speculator:
     """The proposer that `config` asks for. Raises ConfigError or WeightsError where the assistant does not fit the model."""
     if config.model is None:
-        proposer, advice = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), None
+        proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     else:
         binder.assistant = load_assistant(config.model, model)
         proposer = AssistantProposer(binder.drafter(runner), runner.pool, runner.inputs.block_tables)
-        advice = binder.assistant.config.num_draft_tokens
-    most = config.num_speculative_tokens or advice or DEFAULT_DRAFTS
-    return Speculator(proposer, most, config.adaptive, config.simulated_acceptance)
+    return Speculator(proposer, binder.drafts, config.adaptive, config.simulated_acceptance)
+
+
+def most_drafts(config: SpeculativeConfig | None) -> int:
+    """Most drafts of one step: what is asked for, else what the assistant's checkpoint advises; 0 without drafts."""
+    if config is None:
+        return 0
+    advice = None
+    if config.model not in (None, "dummy"):
+        advice = assistant_config.from_folder(resolve_model(config.model)).num_draft_tokens
+    return config.num_speculative_tokens or advice or DEFAULT_DRAFTS
 
 
 def make_relaxed(share: float | None, tokenizer: Tokenizer | None) -> RelaxedAcceptance | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -80,7 +80,8 @@ def attention_tile_rows(model: Gemma4Model, pool: KVPool) -> tuple[int, ...]:
 class CUDAGraphs:
     """`warm_up` captures; then `route` chooses and `run` replays, once per step each.
 
-    misses: parts of steps that ran eagerly, by reason. capture: makes a replay of a forward (tests: itself)."""
+    verifies: whether drafts will be verified; their rows then have graphs of their own. misses: parts of steps that ran eagerly, by
+    reason. capture: makes a replay of a forward (tests: itself)."""
 
     def __init__(
         self,
@@ -88,10 +89,12 @@ class CUDAGraphs:
         pool: KVPool,
         inputs: InputBatch,
         buckets: GraphBuckets,
+        verifies: bool = False,
         capture: Callable[[Forward], Forward] | None = None,
     ) -> None:
         self.model, self.pool, self.inputs, self.buckets = model, pool, inputs, buckets
         self.device = inputs.last_sampled.device
+        self.verifies = verifies
         self.misses: Counter[str] = Counter()
         self._make_replay = capture or _CUDACapture()
         embed, rows = model.weights.embed, buckets.rows[-1]
@@ -103,6 +106,7 @@ class CUDAGraphs:
         self._rows = (x, h, torch.zeros(most, dtype=torch.int32, device=self.device))
         self._before_at, self._fields_memory = self._reserve()
         self._decode: dict[tuple[int, int], _Captured] = {}
+        self._every_row: dict[tuple[int, int], _Captured] = {}
         self._before: dict[int, _Captured] = {}
         self._behind: dict[tuple[int, int], _Captured] = {}
         self._of_fields: dict[int, _Captured] = {}
@@ -118,6 +122,9 @@ class CUDAGraphs:
             return self._miss("rows or context past the last bucket", EAGER)
         if shape.is_decode:
             fields = self._decode[rows, context].fields
+            return Route(fields, fields)
+        if shape.rows == shape.tokens and (rows, context) in self._every_row:
+            fields = self._every_row[rows, context].fields
             return Route(fields, fields)
         behind = self._behind[rows, context].fields if shape.rows else None
         tokens = smallest(b.tokens, shape.tokens)
@@ -168,7 +175,7 @@ class CUDAGraphs:
         jobs: list[Callable[[], None]] = [lambda t=tokens: self._capture_before(t) for tokens in reversed(b.tokens)]
         for rows in reversed(b.rows):
             for context in reversed(b.contexts):
-                jobs += [lambda r=rows, c=context: self._capture_behind(r, c), lambda r=rows, c=context: self._capture_decode(r, c)]
+                jobs += [lambda r=rows, c=context: self._capture_behind(r, c), lambda r=rows, c=context: self._capture_whole(r, c)]
         for job in track(jobs, "capturing CUDA graphs"):
             job()
         if self.device.type == "cuda":
@@ -194,18 +201,33 @@ class CUDAGraphs:
 
         self._behind[rows, context] = self._capture(forward, fields)
 
-    def _capture_decode(self, rows: int, context: int) -> None:
-        plan = self._decode_plan
+    def _capture_whole(self, rows: int, context: int) -> None:
+        """Steps whose every row is wanted, in one graph: decodes, and rows that follow each other in their sequences (drafts to
+        verify), which need all K/V of a layer stored before its first row attends. Few decodes do both in one launch; where they
+        do not, one graph serves both."""
+        decode, fuses = self._whole(rows, context, single=True)
+        self._decode[rows, context] = decode
+        if not fuses:
+            self._every_row[rows, context] = decode
+        elif self.verifies and rows > 1:
+            self._every_row[rows, context], _ = self._whole(rows, context, single=False)
+
+    def _whole(self, rows: int, context: int, single: bool) -> tuple[_Captured, bool]:
+        """The graph, and whether a row's K/V is stored and read in one launch. single: no two rows are of one sequence."""
         fields = self._fields(self._decode_sizes(rows))
         fields.t["logits_indices"].view(torch.int64).copy_(torch.arange(rows))
 
-        def forward() -> Outputs:
+        def batch() -> ForwardBatch:
             wanted = self._single_rows(fields, "row_", context, "rows")
-            hidden = self.model.forward(self._token_batch(fields, plan, wanted, context), self.pool)
+            made = self._token_batch(fields, self._decode_plan, wanted, context)
+            return made if single else replace(made, rows=replace(made.rows, num_single=0))
+
+        def forward() -> Outputs:
+            hidden = self.model.forward(batch(), self.pool)
             assert hidden is not None
             return self._tail(hidden, fields)
 
-        self._decode[rows, context] = self._capture(forward, fields)
+        return self._capture(forward, fields), self.model.ops.fuses_decode(batch().rows)
 
     def _tail(self, hidden: torch.Tensor, fields: StaticFields) -> Outputs:
         logits = self.model.raw_logits(hidden, out=self._logits[: hidden.shape[0]])
