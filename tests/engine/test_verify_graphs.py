@@ -59,7 +59,7 @@ def engine(ops, graphs: bool, answers: list[list[int]] | None = None) -> LLMEngi
     if graphs:
         runner.inputs.tile_rows = attention_tile_rows(m, pool)
         rows = (1, 8) if m.ops.name == "triton" else (1, 4, 16)
-        made = CUDAGraphs(m, pool, runner.inputs, GraphBuckets((16, 64), rows, (64,)), answers is not None, itself)
+        made = CUDAGraphs(m, pool, runner.inputs, GraphBuckets((16, 64), rows, (64,), (64,)), answers is not None, itself)
         made.warm_up()
         runner.use_graphs(made)
     if answers is not None:
@@ -107,3 +107,19 @@ def test_drafts_are_verified_in_one_graph() -> None:
             graphs._capture_whole(rows, 64)
         assert set(graphs._every_row) == ({(4, 64), (17, 64)} if verifies else {(17, 64)})
         assert graphs._every_row[17, 64] is graphs._decode[17, 64]  # more than 16 rows: three launches a layer in any case
+
+
+def test_forks_copy_their_blocks_inside_a_graph() -> None:
+    """Three completions of one prompt: two forks share its blocks and copy the last, partial one."""
+    said = []
+    for graphs in (False, True):
+        e = engine(ReferenceOps(), graphs)
+        for i, length in enumerate((21, 5)):
+            params = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=5, ignore_eos=True)
+            e.add_request(str(i), [(5 * i + 3 * k) % 97 for k in range(length)], params)
+        said.append({})
+        while e.has_unfinished_requests:
+            said[-1] |= {output.request_id: [o.token_ids for o in output.outputs] for output in e.step()}
+        if graphs:
+            assert e.runner.stats.eager == 0 and not e.runner.graphs.misses and e.runner.model.ops.counts["copy_tokens"] > 2
+    assert said[0] == said[1] and len({tuple(ids) for ids in said[0]["0"]}) > 1

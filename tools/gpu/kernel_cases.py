@@ -12,6 +12,7 @@ from lastrow.kernels import (
     attention_rows,
     attention_ws,
     centroid_head,
+    copy_tokens,
     decode_attention,
     embedding,
     geglu,
@@ -126,6 +127,11 @@ def _split_linear(device: str) -> None:
         split_linear.triton(_new(device, m, 1536), _new(device, 12288, 1536), geglu=True)
 
 
+def _copy_tokens(device: str) -> None:
+    for kv_heads, d, form in ((1, 256, "auto"), (1, 512, "int8_per_token_head"), (2, 256, "auto")):
+        copy_tokens.triton(pool(device, kv_heads, d, form), _new(device, 3, 4, dtype=torch.int32))
+
+
 def _centroid_head(device: str) -> None:
     top = _new(device, 4, 32, dtype=torch.int64)
     centroid_head.triton_gather(_new(device, 4, 256), _new(device, 2048, 128, 256), top)
@@ -138,6 +144,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "head": _head,
     "split_linear": _split_linear,
     "centroid_head": _centroid_head,
+    "copy_tokens": _copy_tokens,
 }
 for _form in STORAGE:
     CASES |= {
