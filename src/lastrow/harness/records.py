@@ -29,7 +29,7 @@ def environment(**more: Any) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "commit": _commit(),
-        "command": " ".join(["lastrow", *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "python": platform.python_version(),
         "versions": {name: version for name in VERSIONED if (version := _version(name))},
         **_card(),
@@ -38,6 +38,11 @@ def environment(**more: Any) -> dict[str, Any]:
         "load_average": [round(x, 2) for x in load],
         **more,
     }
+
+
+def _program() -> str:
+    script = Path(sys.argv[0])
+    return "lastrow" if script.name in ("lastrow", "__main__.py") else f"python {script}" if script.suffix == ".py" else script.name
 
 
 def _version(name: str) -> str | None:
