@@ -43,8 +43,9 @@ logger = logging.getLogger("lastrow")
 DEFAULT_DRAFTS = 4
 
 
-def build_engine(config: EngineConfig) -> LLMEngine:
-    """A ready engine. Raises ConfigError, TokenizerError or WeightsError with the reason."""
+def build_engine(config: EngineConfig, model: Gemma4Model | None = None, buckets: GraphBuckets | None = None) -> LLMEngine:
+    """A ready engine. model: weights that are there already, for several engines over one set of them. buckets: what is captured
+    (default: all sizes up to the limits). Raises ConfigError, TokenizerError or WeightsError with the reason."""
     device = choose_device(config.device)
     config = config.for_device(device.type == "cuda")
     folder = None if config.shape else resolve_model(config.model, config.revision)
@@ -58,12 +59,12 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     plan = forecast(config, shape, dtype, device, max_model_len, assistant_bytes(config.speculative, shape, dtype))
     logger.info("%s", plan.summary())
     tokenizer = Tokenizer(folder) if folder is not None else None
-    model = load_model(config, shape, folder, getattr(torch, dtype), device, max_model_len)
+    model = model or load_model(config, shape, folder, getattr(torch, dtype), device, max_model_len)
     if config.batch_invariant:
         if shape.is_moe:
             raise ConfigError("batch_invariant: the experts of a mixture are not computed in a fixed order; run without it")
         logger.info("batch_invariant: %d matmuls compared, all bits equal", check_invariance(model.ops, model.weights, shape))
-    binder = PoolBinder(config, model, plan.max_num_batched_tokens, max_model_len)
+    binder = PoolBinder(config, model, plan.max_num_batched_tokens, max_model_len, buckets)
     cache = EngineCache(shape, plan, device, binder)
     runner = ModelRunner(
         model, cache.new_pool(plan), vocab_size=shape.vocab_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
@@ -88,11 +89,13 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 class PoolBinder:
     """Makes what holds addresses of a runner's pool: the captured graphs, and those of the drafter over the same block tables."""
 
-    def __init__(self, config: EngineConfig, model: Gemma4Model, step_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, model: Gemma4Model, step_tokens: int, max_model_len: int, buckets: GraphBuckets | None = None
+    ) -> None:
         self.model = model
         self.captures = config.uses_graphs(model.weights.embed.device.type) and isinstance(model.ops, TritonOps)
         self.drafts = most_drafts(config.speculative)
-        self.buckets = GraphBuckets.for_limits(config.max_num_seqs * (1 + self.drafts), step_tokens, max_model_len)
+        self.buckets = buckets or GraphBuckets.for_limits(config.max_num_seqs * (1 + self.drafts), step_tokens, max_model_len)
         self.assistant: Gemma4Assistant | None = None
 
     def __call__(self, runner: ModelRunner) -> None:

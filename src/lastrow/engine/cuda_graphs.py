@@ -152,6 +152,12 @@ class CUDAGraphs:
             return self._miss("sequences of a prefill past the last bucket", Route(None, behind))
         return Route(captured[tokens].fields, behind)
 
+    def whole_step(self, rows: int, context: int, follow: bool) -> tuple[Forward, StaticFields]:
+        """The captured step for `rows` rows and its fields, to measure it alone. follow: rows that follow each other in a sequence."""
+        b = self.buckets
+        captured = (self._every_row if follow else self._decode)[smallest(b.rows, rows) or 0, smallest(b.contexts, context) or 0]
+        return captured.replay, captured.fields
+
     def _miss(self, reason: str, route: Route) -> Route:
         self.misses[reason] += 1
         return route
