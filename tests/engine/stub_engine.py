@@ -63,8 +63,9 @@ class StubModel:
         assert ids.min() >= 0, "an id in flight was not filled in"
         for memory, slots, copies in zip(self.memory, batch.slots, batch.copies, strict=True):
             memory[slots.numpy()] = ids
-            for source, destination, count in copies:
-                memory[destination * BLOCK : destination * BLOCK + count] = memory[source * BLOCK : source * BLOCK + count]
+            origin = memory.copy()  # all copies at once
+            for source, destination, first, end in () if copies is None else copies.tolist():
+                memory[destination * BLOCK + first : destination * BLOCK + end] = origin[source * BLOCK + first : source * BLOCK + end]
         if batch.logits_indices is None:
             return None
         take, rows, wanted = batch.logits_indices.numpy(), batch.rows, batch.wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.compare import randn
+from kernels.compare import randn, spacing
 from lastrow.kernels import head
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -19,17 +19,25 @@ def case(device, dtype, rows=3, vocab=301, hidden=192):
     return randn(rows, hidden, dtype=dtype, device=device), randn(vocab, hidden, dtype=dtype, device=device, scale=10 / hidden**0.5)
 
 
-def assert_logits(got, expected, dtype):
-    """fp32: sums in another order. bf16: logits of size 16 to 32 are 0.125 apart, and a moved sum moves one step."""
+def moved(h, table, cap):
+    """How far each logit may move: its fp32 sum is taken in another order (1e-4 for 1536 terms of up to 1 that add up to 40), and in
+    bf16 it then falls on the other side of a rounding now and then, one step away: 0.25 for logits of 32 to 64. The cap shrinks the
+    step; it is steeper towards zero."""
+    raw = head.reference(h, table, None).abs()
+    step = spacing(raw, h.dtype) if h.dtype is torch.bfloat16 else torch.zeros_like(raw)
+    return 1e-4 + head.softcap(raw, cap) - head.softcap(raw - step, cap)
+
+
+def assert_logits(got, expected, allowed):
     assert got.shape == expected.shape and got.dtype is torch.float32
-    assert float((got - expected).abs().max()) <= (1e-4 if dtype is torch.float32 else 0.1251)
+    assert bool(((got - expected).abs() <= allowed).all())
 
 
 @DTYPES
 @CAPS
 def test_logits_are_softcapped_in_fp32(device, dtype, cap):
     h, table = case(device, dtype)
-    assert_logits(head.triton(h, table, cap), head.reference(h, table, cap), dtype)
+    assert_logits(head.triton(h, table, cap), head.reference(h, table, cap), moved(h, table, cap))
 
 
 @DTYPES
@@ -39,7 +47,7 @@ def test_label_rows_are_the_columns_of_the_whole(device, dtype, cap, labels):
     h, table = case(device, dtype)
     ids = torch.randint(0, table.shape[0], (labels,), device=device)
     got = head.triton_labels(h, table, ids, cap)
-    assert_logits(got, head.reference(h, table, cap)[:, ids], dtype)
+    assert_logits(got, head.reference(h, table, cap)[:, ids], moved(h, table, cap)[:, ids])
     assert torch.equal(head.triton_labels(h[1:2].contiguous(), table, ids[-1:], cap), got[1:2, -1:])
 
 
@@ -50,8 +58,8 @@ def test_logsumexp_streams_the_vocabulary(device, dtype, cap):
     parts = 4 if device == "cpu" else 256
     got = head.triton_logsumexp(h, table, cap, parts=parts)
     expected = torch.logsumexp(head.reference(h, table, cap).double(), -1)
-    # a sum of many terms: bf16 roundings of single logits (0.06 rms) average out unless one term is the sum
-    assert float((got.double() - expected).abs().max()) <= (1e-4 if dtype is torch.float32 else 0.1251)
+    # where every logit moves by at most a, their logsumexp moves by at most a: the whole step of one logit where that one is the sum
+    assert bool(((got.double() - expected).abs() <= moved(h, table, cap).amax(-1)).all())
     assert torch.equal(head.triton_logsumexp(h[1:2].contiguous(), table, cap, parts=parts), got[1:2])
 
 

@@ -27,6 +27,7 @@ from lastrow.kernels import (
     attention,
     attention_rows,
     attention_ws,
+    centroid_head,
     decode_attention,
     embedding,
     geglu,
@@ -351,9 +352,53 @@ def bench_head(b: Bench) -> None:
                   work=2.0 * 16 * H, expected=head.softcap(logits, 30.0)[:, labels], view=lambda y: y[:64])  # fmt: skip
 
 
+def bench_centroid(b: Bench) -> None:
+    """The drafter's head: 32 of 2,048 groups of 128 tokens, h = 256. gather + einsum is what transformers and vLLM do; the whole head
+    adds the same scores of the groups and topk to both. Memory: the most that a call holds beside its inputs."""
+    groups, size, hidden, top_k = 2048, 128, 256, 32
+    clusters, centroids = rnd(groups, size, hidden, scale=hidden**-0.5), rnd(groups, hidden, scale=hidden**-0.5)
+    ids = torch.randperm(groups * size, device="cuda").int().view(groups, size)
+    for t in (1, 4, 16, 64):
+        ys = [rnd(t, hidden) for _ in range(20)]  # other groups at every call: 20 x 2 MB a row do not stay in the L2
+        tops = [centroid_head.top_groups(y, centroids, top_k) for y in ys]
+
+        def einsum(y: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("nh,nksh->nks", y, clusters[top])
+
+        def whole(gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+            top = centroid_head.top_groups(y, centroids, top_k)
+            logits = gather(y, top).flatten(1)
+            return ids[top].flatten(1).gather(1, logits.argmax(-1, keepdim=True))
+
+        def ours(y: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+            return centroid_head.triton_gather(y, clusters, top)
+
+        kinds = {"einsum": einsum, "kernel": ours, "kernel again": ours}
+        work = 2.0 * t * top_k * size * hidden
+        b.compare("centroid", f"gathered rows T {t}",
+                  {name: lambda f=f: [f(y, top) for y, top in zip(ys, tops, strict=True)] for name, f in kinds.items()}, unit="TB/s",
+                  work=work, graph=len(ys), view=lambda x: x[0],
+                  expected=centroid_head.reference_gather(ys[0], clusters, tops[0]))  # fmt: skip
+        b.compare("centroid", f"whole head T {t}", {name: lambda f=f: [whole(f, y) for y in ys] for name, f in kinds.items()},
+                  unit="TB/s", work=work, graph=len(ys))  # fmt: skip
+        peaks = {name: peak_bytes(lambda f=f: f(ys[0], tops[0])) for name, f in kinds.items()}
+        b.record("centroid", f"memory T {t}", bytes=peaks, less=round(1 - peaks["kernel"] / peaks["einsum"], 5))
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Most bytes that a call holds beside what was there."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 SECTIONS = {
     "attention": bench_attention, "rows": bench_rows, "elementwise": bench_elementwise, "matmul": bench_matmul,
     "invariance": bench_invariance, "gemv": bench_gemv, "head": bench_head,
+    "centroid": bench_centroid,
 }  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from lastrow.kernels import (
     attention,
     attention_rows,
     attention_ws,
+    centroid_head,
+    copy_tokens,
     decode_attention,
     embedding,
     geglu,
@@ -20,6 +22,7 @@ from lastrow.kernels import (
     ple_gate,
     ple_inputs,
     qkv_epilogue,
+    split_linear,
 )
 from lastrow.kernels.kv_cache import PagedKV
 from lastrow.kernels.rows import QueryRows
@@ -118,11 +121,30 @@ def _gemv(device: str) -> None:
     gemv.triton(x, _new(device, 20480, 2560), geglu=True, residual=x, post_weight=w, pre_weight=w)
 
 
+def _split_linear(device: str) -> None:
+    for m in (2, 17, 64):
+        split_linear.triton(_new(device, m, 1536), _new(device, 2560, 1536))
+        split_linear.triton(_new(device, m, 1536), _new(device, 12288, 1536), geglu=True)
+
+
+def _copy_tokens(device: str) -> None:
+    for kv_heads, d, form in ((1, 256, "auto"), (1, 512, "int8_per_token_head"), (2, 256, "auto")):
+        copy_tokens.triton(pool(device, kv_heads, d, form), _new(device, 3, 4, dtype=torch.int32))
+
+
+def _centroid_head(device: str) -> None:
+    top = _new(device, 4, 32, dtype=torch.int64)
+    centroid_head.triton_gather(_new(device, 4, 256), _new(device, 2048, 128, 256), top)
+
+
 CASES: dict[str, Callable[[str], None]] = {
     "elementwise": _elementwise,
     "matmul": _matmul,
     "gemv": _gemv,
     "head": _head,
+    "split_linear": _split_linear,
+    "centroid_head": _centroid_head,
+    "copy_tokens": _copy_tokens,
 }
 for _form in STORAGE:
     CASES |= {

@@ -1,4 +1,4 @@
-"""`lastrow bench prefill | prefix | matrix`: interleaved arms, a null arm, and a record where one is asked for."""
+"""`lastrow bench NAME`: interleaved arms, a null arm, and a record where one is asked for."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ def lengths(text: str) -> tuple[int, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "bench", choices=("prefill", "prefix", "matrix"), metavar="BENCH",
+        "bench", choices=tuple(BENCHES), metavar="BENCH",
         help="prefill: one prompt on a CPU, against all rows and transformers; prefix: a prompt's first token with and without "
-        "its beginning in the prefix cache, on a CPU; matrix: whole requests on one GPU, by case and arm",
+        "its beginning in the prefix cache; matrix: whole requests on one GPU, by case and arm; speculative: one stream with drafts and "
+        "simulated acceptance; kv: formats of the K/V cache, the per-layer table in host memory, a long prompt; mixed: time between two "
+        "tokens of streams while prompts arrive",
     )  # fmt: skip
     parser.add_argument("--shape", metavar="NAME", help="named shape with dummy weights (default: e2b-eighth in fp32; matrix: e2b in bf16)")
     parser.add_argument(
@@ -41,13 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prefix.add_argument("--prompt", type=int, metavar="N", help="tokens of a whole prompt (default: 4500)")
     prefix.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, metavar="|".join(KV_CACHE_DTYPES), help="K/V format (default: auto)")
     matrix = parser.add_argument_group("matrix")
-    matrix.add_argument("--cases", metavar="A,B", help="some of the cases, by name (default: all)")
-    matrix.add_argument("--report", metavar="FILE", help="show or record an earlier run's --json report instead of measuring")
+    matrix.add_argument("--cases", metavar="A,B", help="some of the cases (matrix, kv: of the parts), by name (default: all)")
+    parser.add_argument(
+        "--report", metavar="FILE", help="show or record an earlier run's --json report instead of measuring (all but prefill)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    show = {"prefill": _prefill, "prefix": _prefix, "matrix": _matrix}[args.bench]
-    report, text, write = show(args)
+    report, text, write = BENCHES[args.bench](args)
     print(json.dumps(report, indent=1) if args.json else text)
     if args.record:
         page = write(report, Path(args.record))
@@ -71,21 +74,54 @@ def _prefill(args: argparse.Namespace) -> tuple[dict[str, Any], str, Any]:
 def _prefix(args: argparse.Namespace) -> tuple[dict[str, Any], str, Any]:
     from lastrow.harness import prefix_bench
 
-    options = _options(args, "shape", "shared", "prompt", "rounds", "threads", "seed", "kv_cache_dtype")
-    report = prefix_bench.run(prefix_bench.PrefixBench(**options))
-    return report, prefix_bench.render(report), prefix_bench.write_record
+    return _measured_or_read(
+        args, prefix_bench, prefix_bench.PrefixBench, "shape", "shared", "prompt", "rounds", "threads", "seed", "kv_cache_dtype"
+    )  # fmt: skip
 
 
 def _matrix(args: argparse.Namespace) -> tuple[dict[str, Any], str, Any]:
     from lastrow.harness import matrix_page
 
     if args.report:
-        try:
-            report = json.loads(Path(args.report).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"--report {args.report}: not a report of `lastrow bench matrix --json` ({error})") from None
+        report = _read(args.report, "matrix")
     else:
         from lastrow.harness import matrix
 
         report = matrix.run(matrix.MatrixBench(**_options(args, "shape", "cases", "arms", "rounds", "seed")))
     return report, matrix_page.render(report), matrix_page.write_record
+
+
+def _speculative(args: argparse.Namespace) -> tuple[dict[str, Any], str, Any]:
+    from lastrow.harness import speculative_bench
+
+    return _measured_or_read(args, speculative_bench, speculative_bench.SpeculativeBench, "shape", "rounds", "seed")
+
+
+def _kv(args: argparse.Namespace) -> tuple[dict[str, Any], str, Any]:
+    from lastrow.harness import kv_bench
+
+    return _measured_or_read(args, kv_bench, kv_bench.KVBench, "shape", "cases", "rounds", "seed")
+
+
+def _mixed(args: argparse.Namespace) -> tuple[dict[str, Any], str, Any]:
+    from lastrow.harness import mixed_bench
+
+    return _measured_or_read(args, mixed_bench, mixed_bench.MixedBench, "shape", "rounds", "seed")
+
+
+def _measured_or_read(args: argparse.Namespace, module: Any, options: Any, *names: str) -> tuple[dict[str, Any], str, Any]:
+    report = _read(args.report, args.bench) if args.report else module.run(options(**_options(args, *names)))
+    return report, module.render(report), module.write_record
+
+
+def _read(file: str, bench: str) -> dict[str, Any]:
+    try:
+        report = json.loads(Path(file).read_text(encoding="utf-8"))
+        if report["bench"] != bench:
+            raise ValueError(f"it is one of {report['bench']}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--report {file}: not a report of `lastrow bench {bench} --json` ({error})") from None
+    return report
+
+
+BENCHES = {"prefill": _prefill, "prefix": _prefix, "matrix": _matrix, "speculative": _speculative, "kv": _kv, "mixed": _mixed}

@@ -34,6 +34,7 @@ class JobDriver:
         self._step_units, self._step_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
         self._jobs: dict[str, _Open[Any]] = {}
         self._tokens: dict[str, int] = {}
+        self._num_tokens = 0  # their sum
 
     def run(self, jobs: Iterable[Job[T]]) -> Iterator[T | ValueError]:
         """Results in the jobs' order; in the place of a job that raised ValueError, the error. Takes jobs as the engine has room.
@@ -60,10 +61,11 @@ class JobDriver:
             self.engine.abort(list(self._jobs))
             self._jobs.clear()
             self._tokens.clear()
+            self._num_tokens = 0
 
     def _has_room(self, held: int, steps: int = AHEAD) -> bool:
         """Whether less than `steps` steps' worth of work is at the engine, and not too many results wait for an earlier one."""
-        units, tokens = len(self._jobs), sum(self._tokens.values())
+        units, tokens = len(self._jobs), self._num_tokens
         return not units or (units < steps * self._step_units and tokens < steps * self._step_tokens and held < MAX_HELD)
 
     def _advance(self, job: _Open[Any], reads: list[Read] | None, done: dict[int, Any]) -> None:
@@ -88,17 +90,19 @@ class JobDriver:
             )  # fmt: skip
             self._jobs[name] = job
             self._tokens[name] = unit.num_own_tokens
+            self._num_tokens += unit.num_own_tokens
 
     def _drop(self, job: _Open[Any]) -> None:
         self.engine.abort([name for name in job.ids if self._jobs.pop(name, None) is not None])
         for name in job.ids:
-            self._tokens.pop(name, None)
+            self._num_tokens -= self._tokens.pop(name, 0)
 
     def _take(self, output: RequestOutput, done: dict[int, Any]) -> None:
         job = self._jobs.get(output.request_id)
         if job is None or not output.finished:
             return
-        del self._jobs[output.request_id], self._tokens[output.request_id]
+        del self._jobs[output.request_id]
+        self._num_tokens -= self._tokens.pop(output.request_id)
         logprobs = {at: entry for at, entry in enumerate(output.prompt_logprobs or ()) if entry is not None}
         job.reads[output.request_id] = Read(
             output.label_logits or {}, logprobs, output.outputs[0].token_ids, output.num_cached_tokens

@@ -43,8 +43,9 @@ logger = logging.getLogger("lastrow")
 DEFAULT_DRAFTS = 4
 
 
-def build_engine(config: EngineConfig) -> LLMEngine:
-    """A ready engine. Raises ConfigError, TokenizerError or WeightsError with the reason."""
+def build_engine(config: EngineConfig, model: Gemma4Model | None = None, buckets: GraphBuckets | None = None) -> LLMEngine:
+    """A ready engine. model: weights that are there already, for several engines over one set of them. buckets: what is captured
+    (default: all sizes up to the limits). Raises ConfigError, TokenizerError or WeightsError with the reason."""
     device = choose_device(config.device)
     config = config.for_device(device.type == "cuda")
     folder = None if config.shape else resolve_model(config.model, config.revision)
@@ -58,12 +59,12 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     plan = forecast(config, shape, dtype, device, max_model_len, assistant_bytes(config.speculative, shape, dtype))
     logger.info("%s", plan.summary())
     tokenizer = Tokenizer(folder) if folder is not None else None
-    model = load_model(config, shape, folder, getattr(torch, dtype), device, max_model_len)
+    model = model or load_model(config, shape, folder, getattr(torch, dtype), device, max_model_len)
     if config.batch_invariant:
         if shape.is_moe:
             raise ConfigError("batch_invariant: the experts of a mixture are not computed in a fixed order; run without it")
         logger.info("batch_invariant: %d matmuls compared, all bits equal", check_invariance(model.ops, model.weights, shape))
-    binder = PoolBinder(config, model, plan.max_num_batched_tokens, max_model_len)
+    binder = PoolBinder(config, model, plan.max_num_batched_tokens, max_model_len, buckets)
     cache = EngineCache(shape, plan, device, binder)
     runner = ModelRunner(
         model, cache.new_pool(plan), vocab_size=shape.vocab_size, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
@@ -88,10 +89,13 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 class PoolBinder:
     """Makes what holds addresses of a runner's pool: the captured graphs, and those of the drafter over the same block tables."""
 
-    def __init__(self, config: EngineConfig, model: Gemma4Model, step_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, model: Gemma4Model, step_tokens: int, max_model_len: int, buckets: GraphBuckets | None = None
+    ) -> None:
         self.model = model
         self.captures = config.uses_graphs(model.weights.embed.device.type) and isinstance(model.ops, TritonOps)
-        self.buckets = GraphBuckets.for_limits(config.max_num_seqs, step_tokens, max_model_len)
+        self.drafts = most_drafts(config.speculative)
+        self.buckets = buckets or GraphBuckets.for_limits(config.max_num_seqs * (1 + self.drafts), step_tokens, max_model_len)
         self.assistant: Gemma4Assistant | None = None
 
     def __call__(self, runner: ModelRunner) -> None:
@@ -104,7 +108,7 @@ class PoolBinder:
         if isinstance(self.model.ops, TritonOps):
             runner.inputs.tile_rows = attention_tile_rows(self.model, runner.pool)
         if self.captures:
-            graphs = CUDAGraphs(self.model, runner.pool, runner.inputs, self.buckets)
+            graphs = CUDAGraphs(self.model, runner.pool, runner.inputs, self.buckets, verifies=self.drafts > 0)
             graphs.warm_up()
             runner.use_graphs(graphs)
 
@@ -167,13 +171,21 @@ def load_model(
 def make_speculator(config: SpeculativeConfig, model: Gemma4Model, runner: ModelRunner, binder: PoolBinder) -> Speculator:
     """The proposer that `config` asks for. Raises ConfigError or WeightsError where the assistant does not fit the model."""
     if config.model is None:
-        proposer, advice = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), None
+        proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     else:
         binder.assistant = load_assistant(config.model, model)
         proposer = AssistantProposer(binder.drafter(runner), runner.pool, runner.inputs.block_tables)
-        advice = binder.assistant.config.num_draft_tokens
-    most = config.num_speculative_tokens or advice or DEFAULT_DRAFTS
-    return Speculator(proposer, most, config.adaptive, config.simulated_acceptance)
+    return Speculator(proposer, binder.drafts, config.adaptive, config.simulated_acceptance)
+
+
+def most_drafts(config: SpeculativeConfig | None) -> int:
+    """Most drafts of one step: what is asked for, else what the assistant's checkpoint advises; 0 without drafts."""
+    if config is None:
+        return 0
+    advice = None
+    if config.model not in (None, "dummy"):
+        advice = assistant_config.from_folder(resolve_model(config.model)).num_draft_tokens
+    return config.num_speculative_tokens or advice or DEFAULT_DRAFTS
 
 
 def make_relaxed(share: float | None, tokenizer: Tokenizer | None) -> RelaxedAcceptance | None:

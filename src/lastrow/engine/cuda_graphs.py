@@ -9,12 +9,22 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from lastrow.engine.inputs import EAGER, MAX_STATIC_ROWS, ForwardResult, InputBatch, Route, StepInputs, StepShape, resolve_inflight
+from lastrow.engine.inputs import (
+    COPIES,
+    EAGER,
+    MAX_STATIC_ROWS,
+    ForwardResult,
+    InputBatch,
+    Route,
+    StepInputs,
+    StepShape,
+    resolve_inflight,
+)
 from lastrow.engine.staging import StaticFields, layout_of
 from lastrow.kernels.attention import rows_per_tile, tile_config
 from lastrow.kernels.rows import AttentionPlan, QueryRows, max_tiles
@@ -27,22 +37,28 @@ TOKEN_BUCKETS = (
     64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288,
     14336, 16384,
 )  # fmt: skip
+COPYING_TOKENS = (256, 512, 1024, 1536, 2048, 3072, 4096)
+MAX_COPIES = 256  # blocks of a group that forks copy in a captured prefill
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 32768, 131072)
 
 
 @dataclass(frozen=True)
 class GraphBuckets:
-    """The sizes that are captured, ascending. contexts: upper bounds of the K/V length, in tokens."""
+    """The sizes that are captured, ascending. contexts: upper bounds of the K/V length, in tokens. copying: sizes in tokens of steps in
+    which forks copy blocks (questions about one state, several completions of one prompt)."""
 
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
+    copying: tuple[int, ...] = ()
 
     @classmethod
     def for_limits(cls, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> GraphBuckets:
         """The default buckets up to the engine's limits; the last one of each kind is the first that holds the limit."""
-        return cls(_up_to(TOKEN_BUCKETS, max_num_batched_tokens), _up_to(ROW_BUCKETS, max_num_seqs), _up_to(CONTEXT_BUCKETS, max_model_len))
+        tokens = _up_to(TOKEN_BUCKETS, max_num_batched_tokens)
+        copying = tuple(size for size in tokens if size in COPYING_TOKENS)
+        return cls(tokens, _up_to(ROW_BUCKETS, max_num_seqs), _up_to(CONTEXT_BUCKETS, max_model_len), copying)
 
 
 def _up_to(buckets: Sequence[int], limit: int) -> tuple[int, ...]:
@@ -80,7 +96,8 @@ def attention_tile_rows(model: Gemma4Model, pool: KVPool) -> tuple[int, ...]:
 class CUDAGraphs:
     """`warm_up` captures; then `route` chooses and `run` replays, once per step each.
 
-    misses: parts of steps that ran eagerly, by reason. capture: makes a replay of a forward (tests: itself)."""
+    verifies: whether drafts will be verified; their rows then have graphs of their own. misses: parts of steps that ran eagerly, by
+    reason. capture: makes a replay of a forward (tests: itself)."""
 
     def __init__(
         self,
@@ -88,10 +105,12 @@ class CUDAGraphs:
         pool: KVPool,
         inputs: InputBatch,
         buckets: GraphBuckets,
+        verifies: bool = False,
         capture: Callable[[Forward], Forward] | None = None,
     ) -> None:
         self.model, self.pool, self.inputs, self.buckets = model, pool, inputs, buckets
         self.device = inputs.last_sampled.device
+        self.verifies = verifies
         self.misses: Counter[str] = Counter()
         self._make_replay = capture or _CUDACapture()
         embed, rows = model.weights.embed, buckets.rows[-1]
@@ -103,7 +122,9 @@ class CUDAGraphs:
         self._rows = (x, h, torch.zeros(most, dtype=torch.int32, device=self.device))
         self._before_at, self._fields_memory = self._reserve()
         self._decode: dict[tuple[int, int], _Captured] = {}
+        self._every_row: dict[tuple[int, int], _Captured] = {}
         self._before: dict[int, _Captured] = {}
+        self._copying: dict[int, _Captured] = {}
         self._behind: dict[tuple[int, int], _Captured] = {}
         self._of_fields: dict[int, _Captured] = {}
 
@@ -112,20 +133,30 @@ class CUDAGraphs:
         """The graphs that run a step of this shape."""
         b = self.buckets
         context, rows = smallest(b.contexts, shape.context), smallest(b.rows, shape.rows)
-        if shape.has_copies:
-            return self._miss("a fork copies blocks", EAGER)
         if context is None or rows is None:
             return self._miss("rows or context past the last bucket", EAGER)
         if shape.is_decode:
             fields = self._decode[rows, context].fields
             return Route(fields, fields)
+        if shape.rows == shape.tokens and not shape.copies and (rows, context) in self._every_row:
+            fields = self._every_row[rows, context].fields
+            return Route(fields, fields)
         behind = self._behind[rows, context].fields if shape.rows else None
-        tokens = smallest(b.tokens, shape.tokens)
+        captured, sizes = (self._copying, b.copying) if shape.copies else (self._before, b.tokens)
+        tokens = smallest(sizes, shape.tokens)
         if tokens is None:
             return self._miss("tokens past the last bucket", Route(None, behind))
+        if shape.copies > MAX_COPIES:
+            return self._miss("forks copy more blocks than a bucket holds", Route(None, behind))
         if max(shape.rows, shape.sequences) > min(MAX_STATIC_ROWS, tokens):
             return self._miss("sequences of a prefill past the last bucket", Route(None, behind))
-        return Route(self._before[tokens].fields, behind)
+        return Route(captured[tokens].fields, behind)
+
+    def whole_step(self, rows: int, context: int, follow: bool) -> tuple[Forward, StaticFields]:
+        """The captured step for `rows` rows and its fields, to measure it alone. follow: rows that follow each other in a sequence."""
+        b = self.buckets
+        captured = (self._every_row if follow else self._decode)[smallest(b.rows, rows) or 0, smallest(b.contexts, context) or 0]
+        return captured.replay, captured.fields
 
     def _miss(self, reason: str, route: Route) -> Route:
         self.misses[reason] += 1
@@ -166,22 +197,28 @@ class CUDAGraphs:
         """Compile every kernel and capture every bucket, the largest first, so that all fit in one pool."""
         b = self.buckets
         jobs: list[Callable[[], None]] = [lambda t=tokens: self._capture_before(t) for tokens in reversed(b.tokens)]
+        jobs += [lambda t=tokens: self._capture_before(t, MAX_COPIES) for tokens in reversed(b.copying)]
         for rows in reversed(b.rows):
             for context in reversed(b.contexts):
-                jobs += [lambda r=rows, c=context: self._capture_behind(r, c), lambda r=rows, c=context: self._capture_decode(r, c)]
+                jobs += [lambda r=rows, c=context: self._capture_behind(r, c), lambda r=rows, c=context: self._capture_whole(r, c)]
         for job in track(jobs, "capturing CUDA graphs"):
             job()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _capture_before(self, tokens: int) -> None:
-        fields = self._fields(self._before_sizes(tokens), self._before_at)
+    def _capture_before(self, tokens: int, copies: int = 0) -> None:
+        """copies: blocks that forks may copy; a graph of its own, because each owner then has one launch more."""
+        fields = self._fields(self._before_sizes(tokens, copies), self._before_at)
 
         def forward() -> Outputs:
-            self._self_decoder(self._token_batch(fields, "tiled", None))
+            batch = self._token_batch(fields, "tiled", None)
+            if copies:
+                full, sliding = (fields.t[name].view(-1, 4) for name in COPIES)
+                batch = replace(batch, copies=(full, sliding))
+            self._self_decoder(batch)
             return ()
 
-        self._before[tokens] = self._capture(forward, fields)
+        (self._copying if copies else self._before)[tokens] = self._capture(forward, fields)
 
     def _capture_behind(self, rows: int, context: int) -> None:
         fields = self._fields(self._row_sizes(rows))
@@ -194,18 +231,33 @@ class CUDAGraphs:
 
         self._behind[rows, context] = self._capture(forward, fields)
 
-    def _capture_decode(self, rows: int, context: int) -> None:
-        plan = self._decode_plan
+    def _capture_whole(self, rows: int, context: int) -> None:
+        """Steps whose every row is wanted, in one graph: decodes, and rows that follow each other in their sequences (drafts to
+        verify), which need all K/V of a layer stored before its first row attends. Few decodes do both in one launch; where they
+        do not, one graph serves both."""
+        decode, fuses = self._whole(rows, context, single=True)
+        self._decode[rows, context] = decode
+        if not fuses:
+            self._every_row[rows, context] = decode
+        elif self.verifies and rows > 1:
+            self._every_row[rows, context], _ = self._whole(rows, context, single=False)
+
+    def _whole(self, rows: int, context: int, single: bool) -> tuple[_Captured, bool]:
+        """The graph, and whether a row's K/V is stored and read in one launch. single: no two rows are of one sequence."""
         fields = self._fields(self._decode_sizes(rows))
         fields.t["logits_indices"].view(torch.int64).copy_(torch.arange(rows))
 
-        def forward() -> Outputs:
+        def batch() -> ForwardBatch:
             wanted = self._single_rows(fields, "row_", context, "rows")
-            hidden = self.model.forward(self._token_batch(fields, plan, wanted, context), self.pool)
+            made = self._token_batch(fields, self._decode_plan, wanted, context)
+            return made if single else replace(made, rows=replace(made.rows, num_single=0))
+
+        def forward() -> Outputs:
+            hidden = self.model.forward(batch(), self.pool)
             assert hidden is not None
             return self._tail(hidden, fields)
 
-        self._decode[rows, context] = self._capture(forward, fields)
+        return self._capture(forward, fields), self.model.ops.fuses_decode(batch().rows)
 
     def _tail(self, hidden: torch.Tensor, fields: StaticFields) -> Outputs:
         logits = self.model.raw_logits(hidden, out=self._logits[: hidden.shape[0]])
@@ -232,9 +284,9 @@ class CUDAGraphs:
     def _tile_sizes(self, tokens: int, sequences: int) -> dict[str, int]:
         return {f"tiles_{rows}": 5 * max_tiles(tokens, sequences, rows) for rows in self.inputs.tile_rows}
 
-    def _before_sizes(self, tokens: int) -> dict[str, int]:
+    def _before_sizes(self, tokens: int, copies: int = 0) -> dict[str, int]:
         rows = min(MAX_STATIC_ROWS, tokens)
-        return self._token_sizes(tokens, rows) | self._tile_sizes(tokens, rows)
+        return self._token_sizes(tokens, rows) | self._tile_sizes(tokens, rows) | (dict.fromkeys(COPIES, 4 * copies) if copies else {})
 
     @property
     def _decode_plan(self) -> AttentionPlan:
@@ -248,6 +300,7 @@ class CUDAGraphs:
         """Where fields before the cut begin, which is behind those of any rows behind it, and memory for the largest bucket."""
         _, begin = layout_of(self._row_sizes(self.buckets.rows[-1]))
         ends = [layout_of(self._before_sizes(tokens), begin)[1] for tokens in self.buckets.tokens]
+        ends += [layout_of(self._before_sizes(tokens, MAX_COPIES), begin)[1] for tokens in self.buckets.copying]
         ends += [layout_of(self._decode_sizes(rows))[1] for rows in self.buckets.rows]
         return begin, self.inputs.reserve(max(ends))
 

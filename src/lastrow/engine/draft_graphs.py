@@ -61,6 +61,11 @@ class DraftGraphs:
         for rows, context in track(buckets, "capturing draft graphs"):
             self._steps[rows, context] = self._make(rows, context)
 
+    def step(self, rows: int, context: int) -> tuple[Replay, torch.Tensor]:
+        """The captured step for `rows` rows and its positions, to measure it alone."""
+        made = self._steps[self.rows[bisect_left(self.rows, rows)], self.contexts[bisect_left(self.contexts, context)]]
+        return made.replay, made.positions
+
     @torch.inference_mode()
     def _make(self, rows: int, context: int) -> _Step:
         embed = self.assistant.target.weights.embed

@@ -14,6 +14,7 @@ import torch
 
 from lastrow.core.output import ScheduledRequest, SchedulerOutput
 from lastrow.core.request import Request
+from lastrow.engine.block_copies import block_copies
 from lastrow.engine.staging import ALIGN, Layout, Staging, StaticFields, layout_of, views
 from lastrow.kernels.rows import AttentionPlan, QueryRows, num_split_sequences, tile_array
 from lastrow.models.batch import ForwardBatch
@@ -21,20 +22,21 @@ from lastrow.models.batch import ForwardBatch
 STEP_FIELDS = 22  # int32 per token at most: ids, positions, sequences, slots, three of its row, two int64 indices, two tile lists
 MAX_STATIC_ROWS = 256  # wanted rows of a captured prefill, and the sequences its tile list has room for
 NOTHING_NEW = (np.zeros(0, np.int64), np.zeros(0, np.int32))
+COPIES = ("copies_full", "copies_sliding")
 TABLE_COLUMNS = 16  # block tables are padded to a multiple of this, so that their stride divides by 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What decides how a step runs. rows: wanted rows. context: longest K/V length. is_decode: one sampled row per sequence and
-    nothing else. has_copies: forks copy blocks inside the forward."""
+    nothing else. copies: blocks that forks copy inside the forward, the larger number of the two groups."""
 
     tokens: int
     sequences: int
     rows: int
     context: int
     is_decode: bool
-    has_copies: bool
+    copies: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +159,15 @@ class InputBatch:
         slots = np.array([self.slot_of[part.request.request_id] for part in parts], np.int32)
         new_blocks = self._update_tables(parts, slots.tolist())
         plan = _RowPlan(parts)
-        copies = _copies(parts)
+        copies = block_copies(parts)
         route = EAGER
         if self.router is not None:
             is_decode = out.num_decodes == len(parts)
-            shape = StepShape(plan.num_tokens, len(parts), plan.num_rows, max(plan.kv_lens), is_decode, any(copies))
+            shape = StepShape(plan.num_tokens, len(parts), plan.num_rows, max(plan.kv_lens), is_decode, max(map(len, copies)))
             route = self.router.route(shape)
         values = self._values(parts, slots, plan)
+        if any(map(len, copies)):
+            values |= dict(zip(COPIES, (rows.reshape(-1) for rows in copies), strict=True))
         in_flight = route.before is None and bool((values["ids"] < 0).any())
         every = len(plan.sample_rows) == plan.num_rows
         if not every:
@@ -176,7 +180,7 @@ class InputBatch:
             values[f"tiles_{rows}"] = tile_array(plan.q_lens, plan.positions, values["seq_index"], rows, first, count).reshape(-1)
         t = self._send(values, route)
         self._write_tables(t)
-        batch = None if route.before is not None else self._batch(plan, out.num_decodes, in_flight, copies, t, route)
+        batch = None if route.before is not None else self._batch(plan, out.num_decodes, in_flight, t, route)
         row_slots = t["row_slots"][: plan.num_rows]
         sample_rows = None if every else t["sample_rows"].view(torch.int64)
         sampled_from = plan.logits_indices[plan.sample_rows]
@@ -228,16 +232,15 @@ class InputBatch:
                 field[len(value) :] = self.padding.get(name, 0)
         return t | views(self._staging.to_device(bool(layout)), others)
 
-    def _batch(
-        self, plan: _RowPlan, num_decodes: int, in_flight: bool, copies: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]],
-        t: dict[str, torch.Tensor], route: Route,
-    ) -> ForwardBatch:  # fmt: skip
+    def _batch(self, plan: _RowPlan, num_decodes: int, in_flight: bool, t: dict[str, torch.Tensor], route: Route) -> ForwardBatch:
         ids = resolve_inflight(t["ids"], t["seq_index"], self.last_sampled) if in_flight else t["ids"]
         rows = QueryRows(
             t["positions"], t["seq_index"], self.block_tables, plan.q_lens, plan.kv_lens, num_decodes,
             {rows: t[f"tiles_{rows}"].view(-1, 5) for rows in self.tile_rows}, self.attention_plans[0],
         )  # fmt: skip
         slots = (t["slots_full"], t["slots_sliding"])
+        full, sliding = (t[name].view(-1, 4) if name in t else None for name in COPIES)
+        copies = (full, sliding)
         if not plan.num_rows:
             return ForwardBatch(ids, rows, slots, copies=copies)
         wanted = None
@@ -356,14 +359,6 @@ def _token_ids(parts: Sequence[ScheduledRequest], starts: np.ndarray, out: np.nd
         if part.draft_token_ids:
             out[bounds[i + 1] - len(part.draft_token_ids) : bounds[i + 1]] = part.draft_token_ids
     out[: len(singles)] = singles
-
-
-def _copies(parts: Sequence[ScheduledRequest]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    by_group: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])
-    for part in parts:
-        for group, source, destination, tokens in part.copies:
-            by_group[group].append((source, destination, tokens))
-    return by_group
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from lastrow.core.output import ScheduledRequest
 from lastrow.core.request import Request
+from lastrow.engine.transfer import upload
 from lastrow.kernels.rows import QueryRows
 from lastrow.kv.pool import KVPool
 
@@ -79,7 +80,7 @@ class AssistantProposer:
         most = max(rows.lengths)
         if not most:
             return None
-        plan = torch.from_numpy(_verified(rows)).to(sampled.device, non_blocking=True)
+        plan = upload(_verified(rows), sampled.device)
         first, slots, positions, verified = plan[:, 0], plan[:, 1], plan[:, 2], plan[:, 3:]
         # the row that stands last: every draft before it is what the target sampled there
         behind = (first[:, None] + torch.arange(verified.shape[1], device=plan.device)).clamp_max(len(sampled) - 1)

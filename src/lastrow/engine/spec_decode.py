@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from lastrow.core.request import Request
@@ -19,6 +20,7 @@ from lastrow.core.stats import SpecDecodeStats
 from lastrow.engine.inputs import StepInputs
 from lastrow.engine.proposers import DraftRows, Proposer
 from lastrow.engine.sampling_state import Grammar
+from lastrow.engine.transfer import upload
 
 PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # what is believed of the first request, and how many tested drafts outweigh a belief
 FORGET = 0.85  # weight of older verifications at each new one: about the last seven count
@@ -217,7 +219,7 @@ class Speculator:
             row += 1 + len(drafts)
         if not kept:
             return sampled
-        index, value = torch.tensor([list(kept), list(kept.values())], device=sampled.device)
+        index, value = upload(np.array([list(kept), list(kept.values())]), sampled.device)
         return sampled.index_copy(0, index, value.to(sampled.dtype))
 
     def count(self, request: Request, drafts: Sequence[int], tokens: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ from lastrow.harness.direct import DirectRunner
 from lastrow.harness.parity import read_heldout
 from lastrow.harness.records import markdown_table
 from lastrow.models.config import ConfigError, from_file
+from lastrow.models.gemma4 import Gemma4Model
 from lastrow.models.shapes import named_shape
 from lastrow.progress import track
 from lastrow.weights.resolve import resolve_model
@@ -84,14 +85,7 @@ def run(engine: EngineConfig, items: int | None = None, seed: int = 0) -> dict[s
         raise ConfigError(f"no heldout.jsonl in {folder}: there are no prompts to compare with")
     longest = max(len(d["prompt_ids"]) + len(d["output_ids"]) for d in prompts)
     model = load_model(engine, config, folder, getattr(torch, dtype), device, longest)
-    block = engine.block_size or (64 if device.type == "cuda" else 16)
-    runners = [DirectRunner(model, longest, block_size=block, kv_cache_dtype=form) for form in ("auto", engine.kv_cache_dtype)]
-    tasks: dict[str, Accuracy] = {}
-    for d in track(prompts, f"comparing {engine.kv_cache_dtype}"):
-        ids, first = d["prompt_ids"] + d["output_ids"], len(d["prompt_ids"]) - 1
-        expected, got = (runner.all_logits(ids[:-1], range(first, len(ids) - 1)) for runner in runners)
-        targets = torch.tensor(d["output_ids"], device=got.device)
-        tasks.setdefault(d["task"], Accuracy(d["task"])).add(got, expected, targets)
+    tasks = compare(model, engine.kv_cache_dtype, prompts, engine.block_size)
     if folder is not None:
         count_equal_answers(engine, prompts, tasks)
     rows = [*tasks.values(), Accuracy.total(list(tasks.values()))]
@@ -101,9 +95,27 @@ def run(engine: EngineConfig, items: int | None = None, seed: int = 0) -> dict[s
         "device": str(device),
         "backend": model.ops.name,
         "kv_cache_dtype": engine.kv_cache_dtype,
-        "tasks": [asdict(row) | {"top1_agreement": row.agree / row.rows} for row in rows],
+        "tasks": [as_row(row) for row in rows],
         "passed": all(row.finite for row in rows),
     }
+
+
+def as_row(task: Accuracy) -> dict[str, Any]:
+    return asdict(task) | {"top1_agreement": task.agree / task.rows}
+
+
+def compare(model: Gemma4Model, form: str, prompts: list[dict[str, Any]], block_size: int | None = None) -> dict[str, Accuracy]:
+    """By task, log probabilities along each prompt's output_ids with K/V in `form` and in auto. Prompts as `read_heldout` gives them."""
+    longest = max(len(d["prompt_ids"]) + len(d["output_ids"]) for d in prompts)
+    block = block_size or (64 if model.weights.embed.device.type == "cuda" else 16)
+    plain, stored = (DirectRunner(model, longest, block_size=block, kv_cache_dtype=f) for f in ("auto", form))
+    tasks: dict[str, Accuracy] = {}
+    for d in track(prompts, f"comparing {form}"):
+        ids, first = d["prompt_ids"] + d["output_ids"], len(d["prompt_ids"]) - 1
+        expected, got = (runner.all_logits(ids[:-1], range(first, len(ids) - 1)) for runner in (plain, stored))
+        targets = torch.tensor(d["output_ids"], device=got.device)
+        tasks.setdefault(d["task"], Accuracy(d["task"])).add(got, expected, targets)
+    return tasks
 
 
 def chosen(heldout: list[dict[str, Any]], items: int | None) -> list[dict[str, Any]]:
@@ -138,14 +150,18 @@ def count_equal_answers(engine: EngineConfig, prompts: list[dict[str, Any]], tas
 
 def render(report: dict[str, Any]) -> str:
     """The table, in Markdown."""
+    head = f"{report['model']}, {report['dtype']} on {report['device']} ({report['backend']}): {report['kv_cache_dtype']} against auto"
+    verdict = "every number is finite" if report["passed"] else "NOT passed: a number is not finite"
+    return f"{head}\n\n{table(report['tasks'])}\n\n{verdict}"
+
+
+def table(tasks: list[dict[str, Any]]) -> str:
     columns = ["task", "prompts", "greedy answers equal", "tokens", "top-1 agreement", "mean abs. diff. of logprob", "largest", "mean KL"]
     rows = [
         [
             t["task"], t["prompts"], "-" if t["greedy_equal"] is None else t["greedy_equal"], f"{t['rows']:,}",
             f"{t['top1_agreement']:.2%}", f"{t['mean_difference']:.4f}", f"{t['max_difference']:.3f}", f"{t['kl']:.1e}",
         ]
-        for t in report["tasks"]
+        for t in tasks
     ]  # fmt: skip
-    head = f"{report['model']}, {report['dtype']} on {report['device']} ({report['backend']}): {report['kv_cache_dtype']} against auto"
-    verdict = "every number is finite" if report["passed"] else "NOT passed: a number is not finite"
-    return f"{head}\n\n{markdown_table(columns, rows)}\n\n{verdict}"
+    return markdown_table(columns, rows)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lastrow.core.sampling_params import SamplingParams
+from lastrow.engine.engine import LLMEngine
 from lastrow.engine.llm import LLM
 from lastrow.harness.records import Ratio, Record, environment, markdown_table, rounds_order
 from lastrow.models.config import ConfigError
@@ -51,14 +52,14 @@ class PrefixBench:
 class Runner:
     """One engine and prompts that begin alike."""
 
-    def __init__(self, bench: PrefixBench) -> None:
+    def __init__(self, bench: PrefixBench, engine: LLMEngine | None = None) -> None:
         self.bench = bench
-        self.llm = LLM(
+        self.engine = engine or LLM(
             load_format="dummy", shape=bench.shape, kv_cache_dtype=bench.kv_cache_dtype, seed=bench.seed, max_num_seqs=4,
             max_num_batched_tokens=max(8192, bench.prompt), max_model_len=bench.prompt + 16,
-        )  # fmt: skip
+        ).engine  # fmt: skip
         self._rng = random.Random(bench.seed)
-        self._vocabulary = self.llm.engine.vocab_size
+        self._vocabulary = self.engine.vocab_size
         self._shared = self._tokens(bench.shared)
         self._count = 0
 
@@ -67,14 +68,14 @@ class Runner:
 
     def first_token(self, arm: str) -> dict[str, Any]:
         """One prompt of `arm`: milliseconds to its first token, cached tokens, rows given."""
-        self.llm.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         if arm.startswith("hit"):
             self._ask()
         return self._ask()
 
     def _ask(self) -> dict[str, Any]:
         """A prompt with a new tail."""
-        engine, ids = self.llm.engine, self._shared + self._tokens(self.bench.prompt - self.bench.shared)
+        engine, ids = self.engine, self._shared + self._tokens(self.bench.prompt - self.bench.shared)
         self._count += 1
         start = time.perf_counter()
         engine.add_request(str(self._count), ids, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
@@ -94,11 +95,22 @@ def run(bench: PrefixBench) -> dict[str, Any]:
     if bench.threads:
         torch.set_num_threads(bench.threads)
     runner = Runner(bench)
-    expected = {arm: bench.shared // 16 * 16 if arm.startswith("hit") else 0 for arm in ARMS}
+    model: Any = runner.engine.runner.model
     before = environment(
-        shape=bench.shape, dtype="float32", threads=torch.get_num_threads(), rounds=bench.rounds, seed=bench.seed, shared=bench.shared,
+        shape=bench.shape, dtype=str(model.weights.embed.dtype).removeprefix("torch."), threads=torch.get_num_threads(),
+        rounds=bench.rounds, seed=bench.seed, shared=bench.shared,
         prompt=bench.prompt, kv_cache_dtype=bench.kv_cache_dtype,
     )  # fmt: skip
+    rows = measure(runner)
+    before["load_average_after"] = environment()["load_average"]
+    return {"bench": "prefix", "environment": before, "arms": ARMS, "results": summarize(rows), "rows": rows}
+
+
+def measure(runner: Runner) -> list[dict[str, Any]]:
+    """Rows {round, position, arm, ms, cached, rows_given}. Raises RuntimeError when a hit found something else than the shared tokens'
+    whole blocks."""
+    bench, block = runner.bench, runner.engine.scheduler.kv.config.block_size
+    expected = {arm: bench.shared // block * block if arm.startswith("hit") else 0 for arm in ARMS}
     for arm in ARMS:
         for _ in range(WARM_UPS):
             runner.first_token(arm)
@@ -109,8 +121,7 @@ def run(bench: PrefixBench) -> dict[str, Any]:
             if row["cached"] != expected[arm] or row["rows_given"] != bench.prompt - expected[arm]:
                 raise RuntimeError(f"arm {arm} found {row['cached']} cached tokens, {expected[arm]} were there: it measures something else")
             rows.append(row)
-    before["load_average_after"] = environment()["load_average"]
-    return {"bench": "prefix", "environment": before, "arms": ARMS, "results": summarize(rows), "rows": rows}
+    return rows
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -153,14 +164,22 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
     """The record page and its raw rows under `folder`; returns the page's path."""
     env = report["environment"]
     summary = (
-        f"Shape `{env['shape']}`, dummy weights, fp32, {env['threads']} threads. Prompts of {env['prompt']:,} tokens of which "
+        f"Shape `{env['shape']}`, dummy weights, {env['dtype']}, {env.get('gpu') or str(env['threads']) + ' threads'}. "
+        f"Prompts of {env['prompt']:,} tokens of which "
         f"{env['shared']:,} are shared; {env['rounds']} interleaved rounds. {_verdict(report)}"
     )
     absent = [
-        "GPUs, 8-bit K/V (one run has one --kv-cache-dtype), several requests at once, eviction",
+        "other devices, 8-bit K/V (one run has one --kv-cache-dtype), several requests at once, eviction",
         "trained weights: the values of dummy weights do not change the work",
     ]
-    record = Record("prefix-cpu", "First token behind a cached prefix", summary, env, report["rows"], absent)
+    record = Record(
+        "prefix-h200" if "H200" in env.get("gpu", "") else "prefix-gpu" if "gpu" in env else "prefix-cpu",
+        "First token behind a cached prefix",
+        summary,
+        env,
+        report["rows"],
+        absent,
+    )
     record.sections = [
         ("Arms", "\n".join(f"* `{name}`: {text}" for name, text in report["arms"].items())),
         ("Time to the first token", render(report)),

@@ -13,7 +13,8 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -28,14 +29,20 @@ def environment(**more: Any) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "commit": _commit(),
-        "command": " ".join(["lastrow", *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "python": platform.python_version(),
         "versions": {name: version for name in VERSIONED if (version := _version(name))},
+        **_card(),
         "processor": _processor(),
         "cores": os.cpu_count(),
         "load_average": [round(x, 2) for x in load],
         **more,
     }
+
+
+def _program() -> str:
+    script = Path(sys.argv[0])
+    return "lastrow" if script.name in ("lastrow", "__main__.py") else f"python {script}" if script.suffix == ".py" else script.name
 
 
 def _version(name: str) -> str | None:
@@ -59,6 +66,12 @@ def _commit() -> str:
         return "unknown"
 
 
+def _card() -> dict[str, Any]:
+    """The GPU's name, where the measurement may have used one."""
+    torch = sys.modules.get("torch")
+    return {"gpu": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_available() else {}
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -68,6 +81,35 @@ def _processor() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- arithmetic
+Arm = Callable[[], Any]
+
+
+def interleave(arms: Mapping[str, Arm], rounds: int, warm_ups: int = 1, **fields: Any) -> list[dict[str, Any]]:
+    """Rows {round, position, arm, seconds}: every arm once a round in the order of `rounds_order`, a GPU's work waited for. What an arm
+    returns, where it is a dict, joins its row, as do `fields`."""
+    torch = sys.modules.get("torch")
+    wait = torch.cuda.synchronize if torch is not None and torch.cuda.is_available() else lambda: None
+    for arm in arms.values():
+        for _ in range(warm_ups):
+            arm()
+    rows: list[dict[str, Any]] = []
+    for number, order in enumerate(rounds_order(tuple(arms), rounds)):
+        for position, name in enumerate(order):
+            wait()
+            start = time.perf_counter()
+            more = arms[name]()
+            wait()
+            seconds = round(time.perf_counter() - start, 6)
+            row = {"round": number, "position": position, "arm": name, "seconds": seconds}
+            rows.append(row | fields | (more if isinstance(more, dict) else {}))
+    return rows
+
+
+def values_of(rows: Sequence[dict[str, Any]], arm: str, key: str = "seconds") -> list[Any]:
+    """`key` of an arm's rows by round: what `Ratio.of` takes."""
+    return [row[key] for row in sorted(rows, key=lambda row: row["round"]) if row["arm"] == arm]
+
+
 def rounds_order(arms: Sequence[str], rounds: int) -> list[list[str]]:
     """Order of the arms in each round: rotated by one every second round and reversed every other (A B B A), so that drift,
     warm caches and neighbours fall on every arm alike."""

@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # as in _triton.py
     fence_async_shared: Any
     gluon: Any
     mbarrier: Any
+    thread_barrier: Any
     tma: Any
     warpgroup_mma: Any
     warpgroup_mma_wait: Any
@@ -24,4 +25,8 @@ else:
     from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["TensorDescriptor", "fence_async_shared", "gl", "gluon", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"]
+    thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name up to triton 3.6, and from 3.7
+
+__all__ = [
+    "TensorDescriptor", "fence_async_shared", "gl", "gluon", "mbarrier", "thread_barrier", "tma", "warpgroup_mma", "warpgroup_mma_wait",
+]  # fmt: skip

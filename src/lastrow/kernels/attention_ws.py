@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 
-from lastrow.kernels._gluon import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from lastrow.kernels._gluon import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    thread_barrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from lastrow.kernels._triton import L2E
 from lastrow.kernels.kv_cache import PagedKV
 from lastrow.kernels.matmul import num_programs
@@ -124,7 +134,7 @@ def compute_tiles(
             stage = step % STAGES
             mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
             s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False)
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(k_empty.index(stage), count=1)
             p, alpha, m, total = softmax(s, m, total, begin * BN, first, last, pos, cols, BN, WINDOW)
             pb = gl.convert_layout(p.to(gl.bfloat16), PL)
@@ -138,11 +148,11 @@ def compute_tiles(
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 product = warpgroup_mma(pb, v_smem.index(v_stage), acc, is_async=True)
                 s = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-                gl.thread_barrier()
+                thread_barrier()
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 p, alpha, m, total = softmax(s, m, total, i * BN, first, last, pos, cols, BN, WINDOW)
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
-                gl.thread_barrier()
+                thread_barrier()
                 mbarrier.arrive(v_empty.index(v_stage), count=1)
                 acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
                 pb = gl.convert_layout(p.to(gl.bfloat16), PL)
@@ -150,7 +160,7 @@ def compute_tiles(
             stage = step % STAGES
             mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
             acc = warpgroup_mma(pb, v_smem.index(stage), acc)
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(v_empty.index(stage), count=1)
             step += 1
             done += 1
@@ -187,10 +197,10 @@ def store_tile(o, smem, o_desc, row, v_col, DV: gl.constexpr, PARTS: gl.constexp
 @gluon.jit
 def store_part(o, smem, o_desc, row, col):
     tma.store_wait(0)  # what was in smem is on its way out
-    gl.thread_barrier()
+    thread_barrier()
     smem.store(o)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     tma.async_copy_shared_to_global(o_desc, [row, col], smem)
 
 

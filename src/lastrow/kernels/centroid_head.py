@@ -32,8 +32,12 @@ def reference(
 
     Holds the gathered rows, [N, top_k * S, h]; the kernel does not."""
     top = top_groups(y, centroids, top_k)
-    logits = torch.einsum("nh,nksh->nks", y.float(), clusters[top].float())
-    return cluster_ids[top].flatten(1), logits.flatten(1)
+    return cluster_ids[top].flatten(1), reference_gather(y, clusters, top).flatten(1)
+
+
+def reference_gather(y: torch.Tensor, clusters: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """y [N, h], clusters [C, S, h], top [N, k] -> logits of the chosen groups' tokens, [N, k, S] fp32."""
+    return torch.einsum("nh,nksh->nks", y.float(), clusters[top].float())
 
 
 @jit
@@ -56,15 +60,18 @@ def gather_gemv_kernel(y, clusters, top, logits, hidden, size, top_k, ROWS: tl.c
 def triton(
     y: torch.Tensor, centroids: torch.Tensor, clusters: torch.Tensor, cluster_ids: torch.Tensor, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as `reference`: candidate rows are streamed once and accumulated in fp32, nothing of size [N, top_k * S, h] exists.
-
-    The order of a row's sum depends on h alone, never on N."""
+    """Same as `reference`: candidate rows are streamed once and accumulated in fp32, nothing of size [N, top_k * S, h] exists."""
     top = top_groups(y, centroids, top_k)
-    size, hidden = clusters.shape[1:]
-    logits = torch.empty(y.shape[0], top_k, size, dtype=torch.float32, device=y.device)
+    return cluster_ids[top].flatten(1), triton_gather(y, clusters, top).flatten(1)
+
+
+def triton_gather(y: torch.Tensor, clusters: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """`reference_gather`. The order of a row's sum depends on h alone, never on N."""
+    (n, top_k), (size, hidden) = top.shape, clusters.shape[1:]
+    logits = torch.empty(n, top_k, size, dtype=torch.float32, device=y.device)
     cols = min(BLOCK_HIDDEN, next_power_of_2(hidden))
     rows = min(BLOCK_ROWS, next_power_of_2(size))
-    if y.shape[0]:
-        grid = (y.shape[0], top_k, cdiv(size, rows))
+    if n:
+        grid = (n, top_k, cdiv(size, rows))
         gather_gemv_kernel[grid](y.contiguous(), clusters, top, logits, hidden, size, top_k, ROWS=rows, COLS=cols)
-    return cluster_ids[top].flatten(1), logits.flatten(1)
+    return logits

@@ -10,6 +10,7 @@ from lastrow.kernels import (
     add_norm,
     attention,
     centroid_head,
+    copy_tokens,
     decode_attention,
     embedding,
     geglu,
@@ -53,6 +54,10 @@ class ReferenceOps:
     def qkv_epilogue(self, *args, **kwargs):
         self.counts["qkv_epilogue"] += 1
         return qkv_epilogue.reference(*args, **kwargs)
+
+    def copy_tokens(self, kv, copies):
+        self.counts["copy_tokens"] += 1
+        copy_tokens.reference(kv, copies)
 
     def fuses_decode(self, rows) -> bool:
         """Whether `decode_attention` takes the place of `qkv_epilogue` and `attention` for these rows."""

@@ -13,6 +13,7 @@ from lastrow.kernels import (
     attention,
     attention_rows,
     centroid_head,
+    copy_tokens,
     decode_attention,
     embedding,
     geglu,
@@ -95,6 +96,10 @@ class TritonOps:
     ):
         self.counts["qkv_epilogue"] += 1
         return qkv_epilogue.triton(qkv, positions, rope, q_weight, head_dim, eps, k_weight, kv, slots, kv_heads, k_eq_v)
+
+    def copy_tokens(self, kv, copies):
+        self.counts["copy_tokens"] += 1
+        copy_tokens.triton(kv, copies)
 
     def fuses_decode(self, rows: QueryRows) -> bool:
         """True where `decode_attention` reads these rows: few of them, one per sequence. Its bits are not those of `attention`,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from lastrow.kernels.kv_cache import PagedKV
@@ -51,10 +49,3 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for kv in self._owned.values() for t in kv.tensors())
-
-
-def copy_tokens(kv: PagedKV, copies: Sequence[tuple[int, int, int]]) -> None:
-    """Copy the first `tokens` slots of block `source` to block `destination`, for each (source, destination, tokens)."""
-    for source, destination, tokens in copies:
-        for t in kv.tensors():
-            t[destination, :tokens] = t[source, :tokens]

@@ -17,7 +17,7 @@ from lastrow.kernels.add_norm import rms_norm
 from lastrow.kernels.ops import Ops
 from lastrow.kernels.rope import rope_table
 from lastrow.kernels.rows import QueryRows
-from lastrow.kv.pool import KVPool, copy_tokens
+from lastrow.kv.pool import KVPool
 from lastrow.models import single_row
 from lastrow.models.batch import ForwardBatch
 from lastrow.models.config import Gemma4Config
@@ -117,7 +117,7 @@ class Gemma4Model:
             own |= {"kv": pool.writer(i), "kv_heads": c.layer_kv_heads(i)}
         q = self.ops.qkv_epilogue(qkv, rows.positions, rope, w.q_norm, d, eps, **own)
         if batch is not None:
-            copy_tokens(pool.writer(i), batch.copies[group])
+            self.copy_tokens(i, batch, pool)
         return self.ops.attention(q, pool.reader(i), rows, table, c.layer_window(i))
 
     def write_kv(self, i: int, h: torch.Tensor, batch: ForwardBatch, pool: KVPool) -> None:
@@ -129,7 +129,13 @@ class Gemma4Model:
             c.rms_norm_eps, k_weight=w.k_norm, kv=pool.writer(i), slots=batch.slots[self.group(i)],
             kv_heads=c.layer_kv_heads(i), k_eq_v=c.layer_k_eq_v(i),
         )  # fmt: skip
-        copy_tokens(pool.writer(i), batch.copies[self.group(i)])
+        self.copy_tokens(i, batch, pool)
+
+    def copy_tokens(self, i: int, batch: ForwardBatch, pool: KVPool) -> None:
+        """The partial blocks of this step's forks, in owner i."""
+        copies = batch.copies[self.group(i)]
+        if copies is not None:
+            self.ops.copy_tokens(pool.writer(i), copies)
 
     def after_attention(
         self, i: int, o: torch.Tensor, x: torch.Tensor, ple: torch.Tensor | None, ple_index: int
