@@ -58,3 +58,13 @@ def test_fused_geglu_at_real_size(intermediate):
     assert torch.equal(geglu.triton(h[:100], packed), fused[:100])  # the vendor's matmul and a kernel: the same bits
     # sums of 1536 products rounded to bf16, gelu, product: 3 roundings of 2^-9, rms about half of their worst case
     assert relative_error(fused, geglu.reference(h.float(), geglu.reference_pack(gate, up).float())) < 6e-3
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(64, 96), (65, 96), (64, 3072)])
+def test_few_rows_on_a_cpu_are_the_same_product(rows, shape):
+    x, w = torch.randn(rows, shape[1]), torch.randn(shape)
+    got = matmul.reference(x, w)
+    assert got.is_contiguous()  # the sampler writes into logits by flat index
+    # k products of size 1 in another order: each addition rounds by at most 2^-24 of a partial sum of size sqrt(k)
+    torch.testing.assert_close(got, x @ w.T, rtol=0, atol=shape[1] ** 1.5 * 2.0**-23)

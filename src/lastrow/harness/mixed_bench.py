@@ -181,8 +181,8 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
     env = report["environment"]
     summary = (
         f"Shape `{env['shape']}`, dummy weights, {env.get('gpu', env['processor'])}. {env['streams']} streams decode while prompts of "
-        f"{env['arriving_prompt']:,} tokens arrive, {env['arrivals_a_second']:g} a second in bursts of {env['burst']} at fixed times; seen by "
-        f"the reader of the engine's outputs. Medians of {env['rounds']} interleaved rounds. {_verdict(report)}"
+        f"{env['arriving_prompt']:,} tokens arrive, {env['arrivals_a_second']:g} a second in bursts of {env['burst']} at fixed times; seen "
+        f"by the reader of the engine's outputs. Medians of {env['rounds']} interleaved rounds. {_verdict(report)}"
     )
     absent = ["the server's part of the time", "other rates and lengths, bursts, long contexts", "trained weights"]
     record = Record(
