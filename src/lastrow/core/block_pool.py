@@ -76,18 +76,19 @@ class BlockPool:
         """One reference less for each block (the null block is passed over). Of the blocks that become free, the first of
         the iterable is evicted first: pass a request's blocks in reverse, so that its beginning stays longest."""
         refs, hashes = self.ref_counts, self._hash_of
+        free = self._plain.append
         for block in blocks:
-            if block == NULL_BLOCK:
-                continue
             left = refs[block] - 1
-            if left < 0:
+            if left < 0:  # the null block's count stays 0
+                if block == NULL_BLOCK:
+                    continue
                 raise RuntimeError(f"block {block} is released more often than it was taken")
             refs[block] = left
             if left == 0:
                 if block in hashes:
                     self._free[block] = None
                 else:
-                    self._plain.append(block)
+                    free(block)
 
     def lookup(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)

@@ -182,9 +182,8 @@ class KVCacheManager:
         """How many tokens (at most limit) the request can be given now, beyond what it has computed or what the hit holds."""
         blocks = self._blocks.get(request.request_id)
         for group in self._groups:
-            table = blocks.tables[group] if blocks else hit.block_ids[group]
+            table, free = self._held(group, blocks, hit)
             computed = request.num_computed_tokens if blocks else hit.num_tokens
-            free = self.pools[group].num_free_blocks - (0 if blocks else self.pools[group].num_free_of(table))
             limit = min(limit, (len(table) + free) * self.config.block_size - computed)
         return max(limit, 0)
 
@@ -193,19 +192,27 @@ class KVCacheManager:
         blocks = self._blocks.get(request.request_id)
         need = self.config.blocks_needed(request.num_tokens, chunked)
         for group in self._groups:
-            table = blocks.tables[group] if blocks else hit.block_ids[group]
-            free = self.pools[group].num_free_blocks - (0 if blocks else self.pools[group].num_free_of(table))
-            if need[group] > free + sum(1 for block in table if block != NULL_BLOCK):
+            table, free = self._held(group, blocks, hit)
+            if need[group] > free + len(table) - table.count(NULL_BLOCK):
                 return False
         return True
+
+    def _held(self, group: int, blocks: _RequestBlocks | None, hit: PrefixHit) -> tuple[list[int], int]:
+        """The table of a request that holds blocks or would hold those of its hit, and how many more are free."""
+        pool = self.pools[group]
+        if blocks is not None:
+            return blocks.tables[group], pool.num_free_blocks
+        table = hit.block_ids[group]
+        return table, pool.num_free_blocks - (pool.num_free_of(table) if table else 0)
 
     def admit(self, request: Request, hit: PrefixHit) -> None:
         """Takes the hit's blocks for a request that holds none and sets num_computed_tokens."""
         full, sliding = list(hit.block_ids[FULL_GROUP]), list(hit.block_ids[SLIDING_GROUP])
         for group, table in ((FULL_GROUP, full), (SLIDING_GROUP, sliding)):
             self.pools[group].touch(table)
-        trimmed = sum(1 for block in sliding if block == NULL_BLOCK)
-        self._blocks[request.request_id] = _RequestBlocks((full, sliding), trimmed, hit.num_tokens // self.config.block_size)
+        self._blocks[request.request_id] = _RequestBlocks(
+            (full, sliding), sliding.count(NULL_BLOCK), hit.num_tokens // self.config.block_size
+        )
         request.num_computed_tokens = hit.num_tokens
 
     def allocate(self, request: Request, num_tokens: int) -> tuple[tuple[int, int, int, int], ...]:
@@ -216,6 +223,9 @@ class KVCacheManager:
             table = blocks.tables[group]
             if wanted > len(table):
                 table.extend(self.pools[group].allocate(wanted - len(table)))
+        if not blocks.pending:
+            blocks.is_unstarted_fork = False
+            return ()
         copies = [(g, src, blocks.tables[g][request.num_computed_tokens // size], tokens) for g, src, tokens in blocks.pending]
         # The source stays referenced until the step is complete: nobody may be given it, and write to it, in this same step.
         self._pinned += [(group, source) for group, source, _ in blocks.pending]

@@ -274,9 +274,11 @@ class Scheduler:
         copies = self.kv.allocate(request, num_tokens)
         known = request.num_tokens
         sample = request.samples and end >= known
-        rows = list(request.prompt_rows[bisect_left(request.prompt_rows, start) : bisect_left(request.prompt_rows, end)])
+        rows: list[int] = []
+        if request.prompt_rows:
+            rows += request.prompt_rows[bisect_left(request.prompt_rows, start) : bisect_left(request.prompt_rows, end)]
         if sample:
-            rows += [row for row in range(known - 1, end) if not rows or row > rows[-1]]
+            rows += range(max(known - 1, rows[-1] + 1) if rows else known - 1, end)
         part = ScheduledRequest(request, start, num_tokens, rows, sample, self.kv.block_ids(request), copies, drafts or ())
         request.num_computed_tokens = end
         request.num_inflight_tokens += sample

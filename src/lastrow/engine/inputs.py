@@ -125,6 +125,7 @@ class InputBatch:
         self.tile_rows: tuple[int, ...] = ()
         self.attention_plans = attention_plans
         self.padding = {"slots_full": -1, "slots_sliding": -1} | dict.fromkeys(("seq_index", "row_seqs", "row_slots"), self.null_slot)
+        self._scratch, self._entry = np.empty((5, 0), np.int32), np.empty(0, np.int64)
         self._staging = Staging(self.device, 0)
         self.reserve(STEP_FIELDS * max(max_num_batched_tokens, max_num_seqs))
 
@@ -191,22 +192,30 @@ class InputBatch:
         )  # fmt: skip
 
     def _values(self, parts: list[ScheduledRequest], slots: np.ndarray, plan: _RowPlan) -> dict[str, np.ndarray]:
-        """Every field of the step, int32, unpadded. row_slots: the slot of each sampled row, the null slot of the others."""
-        positions, sequence, take = plan.positions, slots[plan.sequence], plan.logits_indices
-        ids = np.empty(plan.num_tokens, np.int32)
+        """Every field of the step, int32, unpadded, until the next step. row_slots: the slot of each sampled row, the null slot of the
+        others."""
+        positions, take, n = plan.positions, plan.logits_indices, plan.num_tokens
+        if n > len(self._entry):
+            self._scratch, self._entry = np.empty((5, n), np.int32), np.empty(n, np.int64)
+        ids, sequence, full, sliding, offset = self._scratch[:, :n]
         _token_ids(parts, plan.starts, ids)
-        # int32, shifts and flat indices: a step of 64k tokens is on the card's critical path
-        entry = sequence * np.int32(self._columns) + (positions >> np.int32(self.block_size.bit_length() - 1))
-        offset = positions & np.int32(self.block_size - 1)
-        full, sliding = self._flat_tables.reshape(2, -1)
+        # shifts, flat indices and the same memory each time: a step of 64k tokens is on the card's critical path
+        np.take(slots, plan.sequence, out=sequence, mode="clip")
+        entry = np.right_shift(positions, self.block_size.bit_length() - 1, out=self._entry[:n])
+        entry += np.multiply(sequence, self._columns, out=offset)
+        np.bitwise_and(positions, self.block_size - 1, out=offset)
+        for table, place in zip(self._flat_tables.reshape(2, -1), (full, sliding), strict=True):
+            np.take(table, entry, out=place, mode="clip")
+            place *= self.block_size
+            place += offset
         row_slots = np.full(plan.num_rows, self.null_slot)
         row_slots[plan.sample_rows] = sequence[take[plan.sample_rows]]
         return {
             "ids": ids,
             "positions": positions,
             "seq_index": sequence,
-            "slots_full": full.take(entry) * np.int32(self.block_size) + offset,
-            "slots_sliding": sliding.take(entry) * np.int32(self.block_size) + offset,
+            "slots_full": full,
+            "slots_sliding": sliding,
             "logits_indices": take.view(np.int32),
             "row_positions": positions[take],
             "row_seqs": sequence[take],
@@ -302,7 +311,8 @@ class _RowPlan:
         else:
             self.sequence = np.repeat(np.arange(len(parts), dtype=np.int32), lens)
             shift = (starts - self.starts[:-1]).astype(np.int32)
-            self.positions = np.arange(self.num_tokens, dtype=np.int32) + np.repeat(shift, lens)
+            self.positions = np.repeat(shift, lens)
+            self.positions += np.arange(self.num_tokens, dtype=np.int32)
         self.row_lens = tuple([len(part.rows) for part in parts if len(part.rows)])
         self.num_with_rows, self.num_rows = len(self.row_lens), sum(self.row_lens)
         self.num_single = next((i for i, count in enumerate(self.row_lens) if count != 1), self.num_with_rows)

@@ -56,7 +56,7 @@ class QueryRows:
     def tile_list(self, rows_per_tile: int) -> torch.Tensor:
         """The tiles of the sequences behind the split ones, built on first use."""
         if rows_per_tile not in self.tiles:
-            tiles = _row_ranges(self.q_lens, rows_per_tile, self.num_split_sequences)
+            tiles = np.stack(_row_ranges(self.q_lens, rows_per_tile, self.num_split_sequences), 1).astype(np.int32)
             device = self.positions.device
             first, count = torch.from_numpy(tiles).to(device, non_blocking=True).unbind(1)
             columns = (first, count, self.seq_index[first], self.positions[first], self.positions[first + count - 1])
@@ -85,11 +85,10 @@ def tile_array(
 
     Heaviest tile of a sequence first. positions, seq_index: host copies, [N]. pad_to: append empty tiles (0 rows) up to this
     many, for a graph's bucket; `max_tiles` gives the bound."""
-    ranges = _row_ranges(q_lens, rows_per_tile, first_sequence)
-    first, last = ranges[:, 0], ranges[:, 0] + ranges[:, 1] - 1
-    tiles = np.zeros((max(pad_to, len(ranges)), 5), np.int32)
-    for column, values in enumerate((first, ranges[:, 1], seq_index[first], positions[first], positions[last])):
-        tiles[: len(ranges), column] = values
+    first, rows = _row_ranges(q_lens, rows_per_tile, first_sequence)
+    tiles = np.zeros((max(pad_to, len(first)), 5), np.int32)
+    for column, values in enumerate((first, rows, seq_index.take(first), positions.take(first), positions.take(first + rows - 1))):
+        tiles[: len(first), column] = values
     return tiles
 
 
@@ -98,14 +97,14 @@ def max_tiles(num_rows: int, num_sequences: int, rows_per_tile: int) -> int:
     return min(num_rows, num_rows // rows_per_tile + num_sequences)
 
 
-def _row_ranges(q_lens: Sequence[int], rows_per_tile: int, first_sequence: int) -> np.ndarray:
-    """(first query row, rows) of every tile, [n, 2] int32."""
+def _row_ranges(q_lens: Sequence[int], rows_per_tile: int, first_sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    """First query row and rows of every tile, [n] int64 each."""
     lens = np.array(q_lens, np.int64)
-    ends = np.cumsum(lens)[first_sequence:]
+    begins = (lens.cumsum() - lens)[first_sequence:]
     lens = lens[first_sequence:]
     counts = -(-lens // rows_per_tile)
+    ends = counts.cumsum()
     # tiles of the same sequence that follow in the list: none follows that of its first rows
-    after = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(int(counts.sum()))
+    after = (ends - 1).repeat(counts) - np.arange(int(counts.sum()))
     start = after * rows_per_tile
-    length = np.repeat(lens, counts)
-    return np.stack([np.repeat(ends, counts) - length + start, np.minimum(rows_per_tile, length - start)], 1).astype(np.int32)
+    return begins.repeat(counts) + start, np.minimum(rows_per_tile, lens.repeat(counts) - start)
