@@ -23,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--skip-transformers", action="store_true", help="leave out the checks that need transformers")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random prompts and random models (default: 0)")
+    parser.add_argument(
+        "--logprobs", action="store_true",
+        help="log probabilities of the engine as it runs by default against transformers in fp32 and against all rows",
+    )  # fmt: skip
+    parser.add_argument("--record", type=Path, metavar="DIR", help="with --logprobs: write a page and its rows into this folder")
     parser.add_argument("--json", action="store_true", help="the report, with stable keys")
     add_engine_flags(parser, only=ENGINE)
 
@@ -34,6 +39,14 @@ def run(args: argparse.Namespace) -> int:
 
         report = kv_accuracy.run(options, args.items, args.seed)
         print(json.dumps(report, indent=1) if args.json else kv_accuracy.render(report))
+        return 0 if report["passed"] else 1
+    if args.logprobs:
+        from lastrow.harness import logprob_parity
+
+        report = logprob_parity.run(options, args.items, args.seed)
+        print(json.dumps(report, indent=1) if args.json else logprob_parity.render(report))
+        if args.record:
+            logprob_parity.write_record(report, args.record)
         return 0 if report["passed"] else 1
     from lastrow.harness import parity
 

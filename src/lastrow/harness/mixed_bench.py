@@ -184,7 +184,7 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
         f"{env['arriving_prompt']:,} tokens arrive, {env['arrivals_a_second']:g} a second in bursts of {env['burst']} at fixed times; seen "
         f"by the reader of the engine's outputs. Medians of {env['rounds']} interleaved rounds. {_verdict(report)}"
     )
-    absent = ["the server's part of the time", "other rates and lengths, bursts, long contexts", "trained weights"]
+    absent = ["the server's part of the time", "other rates, bursts and lengths, long contexts", "trained weights"]
     record = Record(
         f"mixed-{'h200' if 'H200' in env.get('gpu', '') else 'cpu'}", "Decoding while prompts arrive", summary, env, report["rows"], absent
     )

@@ -85,6 +85,7 @@ class Stream:
         }
 
     # ------------------------------------------------------------------------------------------------------ single steps
+    @torch.inference_mode()
     def steps(self, context: int) -> dict[str, Callable[[], Any]]:
         """Captured steps by name, at `context` tokens; empty where nothing is captured."""
         runner: Any = self.llm.engine.runner

@@ -25,25 +25,29 @@ class GreedyCase(Protocol):
 
 
 class TransformersArm:
-    """Gemma4ForCausalLM (sdpa, eager) over our tensors; gate and up projections are unpacked copies."""
+    """Gemma4ForCausalLM (sdpa, eager) over our tensors; gate and up projections are unpacked copies. dtype: another one than that of
+    the weights, which are copied then."""
 
     def __init__(
-        self, config: Gemma4Config, weights: ModelWeights, unpack_gate_up: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
+        self, config: Gemma4Config, weights: ModelWeights, unpack_gate_up: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        dtype: torch.dtype | None = None, attention: str = "sdpa",
+    ) -> None:  # fmt: skip
         from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
         arguments: Any = {name: getattr(config, name) for name in SAME} | {"layer_types": list(config.layer_types)}
         hf_config = Gemma4TextConfig(**arguments)
-        hf_config._attn_implementation = "sdpa"
+        hf_config._attn_implementation = attention
         embed = weights.embed
         before = torch.get_default_dtype()
-        torch.set_default_dtype(embed.dtype)
+        torch.set_default_dtype(dtype or embed.dtype)
         try:
             with torch.device(embed.device):
                 self.model: Any = Gemma4ForCausalLM(hf_config).eval()
         finally:
             torch.set_default_dtype(before)
-        result = self.model.load_state_dict(state_from_weights(config, weights, unpack_gate_up), strict=False, assign=True)
+        state = state_from_weights(config, weights, unpack_gate_up)
+        state = {name: tensor.to(dtype or embed.dtype) for name, tensor in state.items()}
+        result = self.model.load_state_dict(state, strict=False, assign=True)
         self.model.tie_weights()
         if result.unexpected_keys or set(result.missing_keys) - {"lm_head.weight"}:
             raise ValueError(f"transformers' model does not fit the shape {config.name!r}: {result}")
