@@ -97,12 +97,12 @@ def attend_keys(qa, qb, k1, k2, v, k_scale, v_scale, ok, m, total, acc, QUANT_MA
     return m, total, acc
 
 
-@jit(do_not_specialize=["splits", "plane"])
+@jit(do_not_specialize=["splits", "plane", "chunk"])
 def decode_attention_kernel(
     qkv_ptr, qkv_stride, positions_ptr, seq_ptr, slots_ptr, table_ptr, table_stride, rope_ptr, q_weight_ptr, k_weight_ptr,
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, part_ptr, ml_ptr, counter_ptr, out_ptr, splits, plane, eps,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, part_ptr, ml_ptr, counter_ptr, out_ptr, splits, plane, chunk, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, WINDOW: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, OWN: tl.constexpr, K_EQ_V: tl.constexpr,
+    WINDOW: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, OWN: tl.constexpr, K_EQ_V: tl.constexpr,
     QUANT_MAX: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """program (row x K/V head, split). The split that holds the row's own position also stores its K and V; the last program
@@ -115,8 +115,8 @@ def decode_attention_kernel(
     c = tl.program_id(1)
     n = tl.load(positions_ptr + r) + 1
     low = first_key(n, WINDOW)
-    base = (low // CHUNK + c) * CHUNK
-    used = tl.cdiv(n, CHUNK) - low // CHUNK
+    base = (low // chunk + c) * chunk
+    used = tl.cdiv(n, chunk) - low // chunk
     if base < n:  # the programs of splits that this row does not have end here
         table = table_ptr + tl.load(seq_ptr + r).to(tl.int64) * table_stride
         h = tl.arange(0, GP)
@@ -127,7 +127,7 @@ def decode_attention_kernel(
         sin = tl.load(rope_ptr + (n - 1).to(tl.int64) * D + HD + j).to(tl.float32)
         own_row = (tl.load(table + (n - 1) // BLOCK_SIZE) * BLOCK_SIZE + (n - 1) % BLOCK_SIZE).to(tl.int64) * KV_HEADS + kv_head
         begin = tl.maximum(base, low // BN * BN)
-        end = tl.minimum(base + CHUNK, n - 1)  # of the keys of earlier steps
+        end = tl.minimum(base + chunk, n - 1)  # of the keys of earlier steps
         k1, k2, v, k_scale, v_scale, ok = load_keys(
             k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, begin, low, end, kv_head, BN, BLOCK_SIZE, KV_HEADS, D, QUANT_MAX, dtype
         )
@@ -135,7 +135,7 @@ def decode_attention_kernel(
             gdc_launch_dependents()
             gdc_wait()
         src = qkv_ptr + r.to(tl.int64) * qkv_stride
-        newest = base + CHUNK >= n
+        newest = base + chunk >= n
         if OWN:  # noqa: SIM102  one is known when compiling, the other is not
             if newest:
                 one = kv_head + tl.arange(0, 1)
@@ -246,8 +246,8 @@ def triton(
     pdl = pdl and not INTERPRETED
     decode_attention_kernel[(r * kv_heads, splits)](
         qkv, width, rows.positions, rows.seq_index, slots, block_table, block_table.stride(0), rope, q_weight, k_weight,
-        kv.k, kv.v, kv.k_scale, kv.v_scale, part, ml, counters, out, splits, r * width, eps,
-        heads, kv_heads, head_dim, keys, kv.block_size, c.chunk, window,
+        kv.k, kv.v, kv.k_scale, kv.v_scale, part, ml, counters, out, splits, r * width, c.chunk, eps,
+        heads, kv_heads, head_dim, keys, kv.block_size, window,
         max(16, next_power_of_2(heads // kv_heads)), next_power_of_2(heads // kv_heads), own, k_eq_v, kv.quant_max,
         "ieee" if exact else "tf32", splits_of(qkv), c.stages, pdl,
         num_warps=c.warps, **pdl_launch(pdl),
