@@ -31,8 +31,9 @@ def strict(tmp_path_factory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory) -> Iterator[ServerProcess]:
-    """Ends with its engine, which may be silent for 2 s."""
-    process = ServerProcess(tmp_path_factory.mktemp("mortal"), "--max-model-len", "1024", "--step-timeout", "2")
+    """A shape with dummy weights. Ends with its engine, which may be silent for 2 s."""
+    flags = ("--shape", "e2b-eighth", "--max-model-len", "1024", "--step-timeout", "2")
+    process = ServerProcess(tmp_path_factory.mktemp("mortal"), *flags)
     yield process
     process.stop()
 
@@ -144,6 +145,20 @@ def test_a_killed_engine_is_an_error_at_once_and_is_started_again(strict: Server
     assert strict.health() == 503
     strict.wait_ready()
     assert strict.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=bearer()).status_code == 200
+
+
+def test_a_shape_without_a_checkpoint_answers_ids_and_texts(mortal: ServerProcess):
+    """Load generators measure published sizes so, without their weights; ids that tiny-e's tokenizer has no text for are no mistake."""
+    mortal.wait_ready()
+    assert [model["id"] for model in httpx.get(mortal.url + "/v1/models").json()["data"]] == ["e2b-eighth"]
+    fields = {"max_tokens": 4, "ignore_eos": True, "temperature": 1.0}
+    for body in ({"prompt": [2, 32_767], "logprobs": 2}, {"prompt": "some text"}, {"prompt": [[2, 30_000], [2, 31_000]], "n": 2}):
+        answer = mortal.post("/v1/completions", {**fields, **body})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4 * len(answer.json()["choices"])
+    assert len(mortal.chat("hello", max_tokens=3, ignore_eos=True, logprobs=True)["logprobs"]["content"]) == 3
+    assert "from 0 to 32767" in mortal.error("/v1/completions", {"prompt": [32_768]})
+    assert "tokenizer" in mortal.error("/v1/completions", {"prompt": "x", "structured_outputs": {"choice": ["a"]}})
 
 
 def test_a_silent_engine_is_ended_by_the_watchdog_and_the_server_with_it(mortal: ServerProcess):

@@ -104,5 +104,5 @@ def router(state: ServerState) -> APIRouter:
 
 
 def _model(state: ServerState, name: str, length: int | None) -> dict[str, Any]:
-    root = state.engine.config.model
+    root = state.engine.config.shape or state.engine.config.model
     return {"id": name, "object": "model", "created": state.started, "owned_by": "lastrow", "root": root, "max_model_len": length}

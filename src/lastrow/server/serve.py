@@ -15,6 +15,7 @@ import uvicorn
 
 from lastrow.config import EngineConfig
 from lastrow.models.config import from_file
+from lastrow.models.shapes import named_shape
 from lastrow.server.app import create_app
 from lastrow.server.async_engine import AsyncEngine
 from lastrow.server.state import ServerSettings, ServerState
@@ -22,8 +23,6 @@ from lastrow.tokenizer import Tokenizer
 from lastrow.weights.resolve import resolve_model
 
 logger = logging.getLogger("lastrow.server")
-
-
 IMPATIENT = 0.5
 
 
@@ -62,13 +61,20 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def load_tokenizer(config: EngineConfig) -> tuple[Tokenizer, int]:
+    """The tokenizer and the model's vocabulary size. A named shape has weights without meaning and no tokenizer, so tiny-e's reads and
+    writes text for it: load generators that send text can measure it, too. Raises ConfigError or TokenizerError."""
+    if config.shape:
+        return Tokenizer(resolve_model("tiny-e")), named_shape(config.shape).vocab_size
+    folder = resolve_model(config.model, config.revision)
+    return Tokenizer(folder), from_file(folder).vocab_size
+
+
 def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int:
     """Returns the exit code. Raises ConfigError or TokenizerError before anything is started."""
     level = logging.getLevelNamesMapping().get(listen.log_level.upper(), logging.INFO)
     logging.basicConfig(level=level, format="%(levelname)s:     %(message)s")
-    folder = resolve_model(config.model, config.revision)
-    tokenizer = Tokenizer(folder)
-    vocab_size = from_file(folder).vocab_size
+    tokenizer, vocab_size = load_tokenizer(config)
     _warn_if_open(listen.host, settings)
     engine = AsyncEngine(config, settings.step_timeout, level)
     state = ServerState(engine, tokenizer, vocab_size, settings)
