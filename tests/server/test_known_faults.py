@@ -83,6 +83,26 @@ def test_grammar_masks_on_the_wrong_row_beside_a_partial_prompt_chunk(server, it
         assert results[3 * i + 2] == items[i]["output_ids"]
 
 
+STUCK = {"grammar": 'start: "a" endless\nendless: endless'}
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_grammar_that_cannot_go_on_ends_its_own_request_only(server, items, ignore_eos):
+    """It ended the engine, and with it every other request."""
+    body = {"prompt": "x", "structured_outputs": STUCK, "temperature": 0, "ignore_eos": ignore_eos, "max_tokens": 500}
+    engine = server.engine_pid()
+    whole, many, streamed, beside = together(
+        lambda: server.error("/v1/completions", body),
+        lambda: server.error("/v1/completions", {**body, "n": 2}),
+        lambda: server.post("/v1/completions", {**body, "stream": True}).text,
+        lambda: complete(server, items[0]),
+    )
+    for text in (whole, many, streamed):
+        assert "can never be fulfilled" in text
+    assert beside["token_ids"] == items[0]["output_ids"]
+    assert server.engine_pid() == engine and server.wait_idle()
+
+
 def test_bad_words_index_error(server, items):
     row = items[0]
     first = complete(server, row)["text"].split()[0].strip(".,")
