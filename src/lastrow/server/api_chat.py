@@ -16,7 +16,7 @@ from lastrow.server.generation import ChatChoice, LogprobWriter, outputs_by_choi
 from lastrow.server.http import EventStream, event, json_response, while_connected
 from lastrow.server.output_parser import Delta, ToolCallDelta
 from lastrow.server.protocol import ChatCompletionRequest
-from lastrow.server.state import ServerState, new_id
+from lastrow.server.state import ApiError, ServerState, new_id
 
 
 class ChatRun:
@@ -24,6 +24,8 @@ class ChatRun:
 
     def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
         max_tokens, logprobs = chat_limits(request)
+        if request.stream and request.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs come with whole answers only: leave out stream", param="prompt_logprobs")
         self.state = state
         self.request = request
         self.plan: ChatPlan = state.planner.plan(request, max_tokens, logprobs)
@@ -69,8 +71,8 @@ class ChatRun:
         calls = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in complete]
         content = choice.content or choice.show_something(self.plan.include_reasoning)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not (calls or parser.reasoning) else None}
-        if self.request.echo and self.request.messages[-1].get("role") == "assistant":
-            message["content"] = f"{self.request.messages[-1].get('content') or ''}{message['content'] or ''}"
+        if self._echo:
+            message["content"] = f"{self._echo}{message['content'] or ''}"
         if self.plan.include_reasoning and parser.reasoning:
             message["reasoning_content"] = parser.reasoning
         if calls:
@@ -81,6 +83,13 @@ class ChatRun:
         if self.request.return_token_ids:
             made["token_ids"] = choice.token_ids
         return {**made, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+    @property
+    def _echo(self) -> str:
+        """What an answer with `echo` begins with: the assistant's message that it goes on from."""
+        last = self.request.messages[-1] if self.request.echo else {}
+        content = last.get("content")
+        return content if last.get("role") == "assistant" and isinstance(content, str) else ""
 
     def logprob(self, entry: list[wire.TokenLogprob]) -> dict[str, Any]:
         return self.writer.chat(entry, self.request.top_logprobs or 0)
@@ -113,7 +122,7 @@ class ChatRun:
             async for choice, delta, output in steps:
                 if choice.index not in started:
                     started.add(choice.index)
-                    yield event(self._chunk(choice, {"role": "assistant", "content": ""}))
+                    yield event(self._chunk(choice, {"role": "assistant", "content": self._echo}))
                 if choice.finished:
                     delta.content += choice.show_something(self.plan.include_reasoning)
                 change = self._change(delta)
@@ -138,7 +147,7 @@ class ChatRun:
     def _chunk(self, choice: ChatChoice, change: dict[str, Any], output: wire.Output | None = None) -> dict[str, Any]:
         made: dict[str, Any] = {"index": choice.index, "delta": change, "logprobs": None, "finish_reason": None}
         if output is not None:
-            if self.request.logprobs and output.logprobs:
+            if output.logprobs:
                 made["logprobs"] = {"content": [self.logprob(entry) for entry in output.logprobs]}
             if self.request.return_token_ids:
                 made["token_ids"] = output.token_ids

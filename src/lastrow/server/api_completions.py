@@ -83,9 +83,9 @@ class CompletionRun:
     def _params(self) -> SamplingParams:
         request = self.request
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        fixed: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": request.logprobs}
-        if request.logprobs is None and request.logprob_token_ids:
-            fixed["logprobs"] = 0
+        fixed: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": self._num_logprobs}
+        if request.stream and request.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs come with whole answers only: leave out stream", param="prompt_logprobs")
         if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
             fixed["prompt_logprobs"] = request.logprobs
         if request.echo and max_tokens == 0 and request.logprobs is None and request.prompt_logprobs is None:
@@ -102,6 +102,11 @@ class CompletionRun:
             self.state.grammars.validate(structured)
             fixed |= {"structured_outputs": structured, "min_tokens": 0}
         return request.sampling_params(self.state.defaults, **fixed)
+
+    @property
+    def _num_logprobs(self) -> int | None:
+        """Logprobs of exactly these ids are logprobs that were asked for."""
+        return 0 if self.request.logprobs is None and self.request.logprob_token_ids else self.request.logprobs
 
     @property
     def _choices(self) -> list[TextChoice]:
@@ -128,8 +133,8 @@ class CompletionRun:
             text = prompt.prompt_text + text
             entries, ids = prompt.prompt_entries() + entries, prompt.prompt_ids + ids
         made: dict[str, Any] = {"index": choice.index, "text": text, "logprobs": None}
-        if request.logprobs is not None:
-            made["logprobs"] = self.writer.completion(entries, ids[: len(entries)], request.logprobs, 0)
+        if self._num_logprobs is not None:
+            made["logprobs"] = self.writer.completion(entries, ids[: len(entries)], self._num_logprobs, 0)
         if request.prompt_logprobs is not None:
             made["prompt_logprobs"] = [None if e is None else self.writer.prompt(e) for e in prompt.prompt_entries()]
         if request.return_token_ids:
@@ -179,13 +184,15 @@ class CompletionRun:
             text = prompt.prompt_text + text
             entries, ids = prompt.prompt_entries() + entries, prompt.prompt_ids + ids
         made: dict[str, Any] = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
-        if self.request.logprobs is not None:
-            made["logprobs"] = self.writer.completion(entries, ids[: len(entries)], self.request.logprobs, offset)
+        if self._num_logprobs is not None:
+            made["logprobs"] = self.writer.completion(entries, ids[: len(entries)], self._num_logprobs, offset)
         if choice.finished:
             made["stop_reason"] = choice.stop_reason
         if self.request.return_token_ids:
             made["token_ids"] = output.token_ids
         body = self._envelope([made])
+        if self.request.stream_options is not None and self.request.stream_options.continuous_usage_stats:
+            body["usage"] = self.usage()
         if choice.finished and self.state.settings.enable_timings_report and all(c.finished for c in prompt.choices):
             body["timings"] = timings(len(prompt.prompt_ids), prompt.choices)
         return body
@@ -228,7 +235,7 @@ def router(state: ServerState) -> APIRouter:
             return EventStream(run.events())
         try:
             return json_response(await while_connected(http, run.answer()))
-        except* ApiError as group:
+        except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
     return routes

@@ -9,11 +9,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import ValidationError
 
 from lastrow.server.api_chat import ChatRun
 from lastrow.server.http import EventStream, event, json_response, while_connected
 from lastrow.server.output_parser import ToolCallDelta
-from lastrow.server.protocol import ChatCompletionRequest, ResponsesRequest
+from lastrow.server.protocol import ChatCompletionRequest, ResponsesRequest, what_is_wrong
 from lastrow.server.state import ApiError, ServerState, as_api_error, new_id
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -51,8 +52,9 @@ def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
         fields[name] = getattr(request, name)
     try:
         return ChatCompletionRequest(**{name: value for name, value in fields.items() if value is not None})
-    except ValueError as error:
-        raise ApiError(400, str(error).replace("\n", " ")) from None
+    except ValidationError as error:
+        message, name = what_is_wrong(error.errors())
+        raise ApiError(400, message, param=name) from None
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
