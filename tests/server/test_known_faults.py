@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
 from .conftest import MAX_MODEL_LEN, STEP_TOKENS, ServerProcess
 
+T = TypeVar("T")
 SAFE = ("chat", "multiturn", "decide", "yesno", "json")
 TOOL = {
     "type": "function",
@@ -316,3 +319,38 @@ def test_remote_urls_are_not_fetched(server):
         assert "image_url" in message
         with pytest.raises(BlockingIOError):
             trap.accept()
+
+
+def worst_health(server: ServerProcess, call: Callable[[], T]) -> tuple[T, float, float]:
+    """(result of call, its seconds, the slowest of the health checks meanwhile)."""
+    slowest = 0.0
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, timeout=60) as client:
+        began = time.monotonic()
+        future = pool.submit(call)
+        while not future.done():
+            asked = time.monotonic()
+            assert client.get("/health").status_code == 200
+            slowest = max(slowest, time.monotonic() - asked)
+        return future.result(), time.monotonic() - began, slowest
+
+
+def test_a_huge_prompt_that_keeps_everybody_waiting(server):
+    """Megabytes of text held the event loop for half a minute. What can never fit is not read at all; what is cut is read aside."""
+    text = "The river runs by stones and light. " * 20_000
+    many = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 10_000
+    for path, body in [
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": [text[:19_000]] * 30}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}),
+        ("/v1/chat/completions", {"messages": many}),
+        ("/v1/responses", {"input": text}),
+    ]:
+        message, _, slowest = worst_health(server, lambda path=path, body=body: server.error(path, body))
+        assert "max_model_len is 1024" in message and slowest < 1
+    for path, body in [
+        ("/v1/completions", {"prompt": text, "truncate_prompt_tokens": 5, "max_tokens": 1}),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
+    ]:
+        response, seconds, slowest = worst_health(server, lambda path=path, body=body: server.post(path, body))
+        assert response.status_code == 200 and slowest < seconds / 2

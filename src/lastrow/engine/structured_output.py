@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -151,6 +152,7 @@ class GrammarBackend:
         source = (tokenizer.path / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(source, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
         self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()  # of _compiled: a server plans long requests in threads
 
     def validate(self, params: StructuredOutputsParams | Mapping[str, Any]) -> None:
         """Raises SchemaError for whatever `matcher` would refuse."""
@@ -170,7 +172,8 @@ class GrammarBackend:
     def _compile(self, lark: str) -> Any:
         from llguidance import LLMatcher
 
-        found = self._compiled.get(lark)
+        with self._lock:
+            found = self._compiled.get(lark)
         if found is None:
             if (wrong := next((c for c in lark if "\ud800" <= c <= "\udfff"), None)) is not None:
                 raise SchemaError(f"structured output: U+{ord(wrong):04X} is a lone surrogate, no Unicode text")
@@ -178,10 +181,11 @@ class GrammarBackend:
             # Some mistakes show only when the first token is asked for: a rule that calls nothing but itself, for one.
             if found.is_error() or _mask(probe := found.deep_copy(), self.vocab_size) is None:
                 raise SchemaError(f"structured output: {_first_line((found if found.is_error() else probe).get_error())}")
+        with self._lock:
             self._compiled[lark] = found
+            self._compiled.move_to_end(lark)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(lark)
         return found
 
 

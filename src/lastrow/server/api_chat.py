@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from lastrow.server import wire
-from lastrow.server.chat import ChatPlan, chat_limits
+from lastrow.server.chat import ChatPlan, chat_limits, conversation_size
 from lastrow.server.generation import ChatChoice, LogprobWriter, outputs_by_choice, timings, usage
 from lastrow.server.http import EventStream, event, json_response, while_connected
 from lastrow.server.output_parser import Delta, ToolCallDelta
-from lastrow.server.protocol import ChatCompletionRequest
+from lastrow.server.protocol import ChatCompletionRequest, ChatFields
 from lastrow.server.state import ApiError, ServerState, new_id
+
+T = TypeVar("T")
 
 
 class ChatRun:
@@ -172,6 +174,14 @@ def _call_change(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
+async def prepare_chat(state: ServerState, request: ChatFields, make: Callable[[], T]) -> T:
+    """What `make` makes of a conversation. Raises ApiError before a conversation is read that can never fit."""
+    size = conversation_size(request.messages)
+    if request.truncate_prompt_tokens is None:
+        state.check_room(size, len(request.messages))
+    return await state.prepare(make, size)
+
+
 def router(state: ServerState) -> APIRouter:
     routes = APIRouter()
 
@@ -179,7 +189,7 @@ def router(state: ServerState) -> APIRouter:
     async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
         state.check(request)
         state.admit(request.n or 1)
-        run = ChatRun(state, request)
+        run = await prepare_chat(state, request, lambda: ChatRun(state, request))
         if request.stream:
             return EventStream(run.events())
         return json_response(await while_connected(http, run.answer()))

@@ -214,10 +214,16 @@ async def prompt_ids(state: ServerState, request: CompletionRequest) -> list[lis
     if not prompts or len(prompts) > MAX_PROMPTS:
         raise ApiError(400, f"prompt holds {len(prompts)} prompts: 1 to {MAX_PROMPTS} are needed", param="prompt")
     keep = request.truncate_prompt_tokens
-    all_ids = [
-        state.last_tokens(await state.encode(p, request.add_special_tokens), keep) if isinstance(p, str) else list(p[-(keep or 0) :])
-        for p in prompts
-    ]
+    texts = [p for p in prompts if isinstance(p, str)]
+    for text in texts if keep is None else ():
+        state.check_room(len(text))
+
+    def encode(prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return state.last_tokens(state.encode(prompt, request.add_special_tokens), keep)
+        return list(prompt[-(keep or 0) :])
+
+    all_ids = await state.prepare(lambda: [encode(p) for p in prompts], sum(map(len, texts)))
     if any(not ids for ids in all_ids):
         raise ApiError(400, "a prompt is empty: at least one token is needed", param="prompt")
     return all_ids

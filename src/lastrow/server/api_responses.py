@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from lastrow.server.api_chat import ChatRun
+from lastrow.server.api_chat import ChatRun, prepare_chat
 from lastrow.server.http import EventStream, event, json_response, while_connected
 from lastrow.server.output_parser import ToolCallDelta
 from lastrow.server.protocol import ChatCompletionRequest, ResponsesRequest, what_is_wrong
@@ -99,10 +99,10 @@ def _text(content: Any, where: str) -> str:
 class ResponsesRun:
     """One response: a chat with one choice, written as items."""
 
-    def __init__(self, state: ServerState, request: ResponsesRequest) -> None:
+    def __init__(self, state: ServerState, request: ResponsesRequest, chat: ChatRun) -> None:
         self.state = state
         self.request = request
-        self.chat = ChatRun(state, to_chat(request))
+        self.chat = chat
         self.id = self.chat.id = new_id("resp_")
         self.created = int(time.time())
         self._sequence = 0
@@ -308,7 +308,8 @@ def router(state: ServerState) -> APIRouter:
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         state.check(request)
         state.admit()
-        run = ResponsesRun(state, request)
+        chat = to_chat(request)
+        run = ResponsesRun(state, request, await prepare_chat(state, chat, lambda: ChatRun(state, chat)))
         if request.stream:
             return EventStream(run.events(), end=b"")
         return json_response(await while_connected(http, run.answer()))

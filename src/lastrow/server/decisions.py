@@ -32,7 +32,8 @@ from lastrow.server.decision_protocol import (
     systemone_question,
 )
 from lastrow.server.http import json_response, while_connected
-from lastrow.server.state import LONG_TEXT, ApiError, ServerState, new_id
+from lastrow.server.state import ApiError, ServerState, new_id
+from lastrow.tokenizer import LONG_TEXT
 
 T = TypeVar("T")
 MAX_SETS = 64  # question sets kept ready

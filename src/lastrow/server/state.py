@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.structured_output import GrammarBackend
@@ -17,9 +17,9 @@ from lastrow.server.async_engine import AsyncEngine, EngineDeadError, RequestRej
 from lastrow.server.chat import ChatPlanner
 from lastrow.server.generation import Choice
 from lastrow.server.metrics import ServerMetrics
-from lastrow.tokenizer import Tokenizer
+from lastrow.tokenizer import LONG_TEXT, Tokenizer
 
-LONG_TEXT = 20_000  # characters from which on tokenizing leaves the event loop
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,19 @@ class ServerState:
                 retry_after=wait,
             )
 
-    async def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+    async def prepare(self, make: Callable[[], T], size: int) -> T:
+        """What `make` returns: made in a thread where it reads a text of so many characters that everybody else would wait for it."""
+        return make() if size < LONG_TEXT else await asyncio.to_thread(make)
+
+    def check_room(self, num_chars: int, num_messages: int = 0) -> None:
+        """Refuse what has too many tokens however it is read, before anybody reads it. Raises ApiError."""
+        least = max(num_messages, num_chars // self.tokenizer.max_token_chars)
+        if self.max_model_len and least >= self.max_model_len:
+            raise ApiError(400, f"the prompt has at least {least} tokens, max_model_len is {self.max_model_len}")
+
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Tokens of a prompt: one <bos> in front, unless add_special_tokens is False and the text begins with none."""
-        add_bos = add_special_tokens is not False or text.startswith(self.tokenizer.bos_token)
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, add_bos)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_bos)
+        return self.tokenizer.encode(text, add_special_tokens is not False or text.startswith(self.tokenizer.bos_token))
 
     def last_tokens(self, ids: list[int], keep: int | None) -> list[int]:
         """truncate_prompt_tokens: the last `keep` tokens of a text; its <bos> is one of them. None: all."""
