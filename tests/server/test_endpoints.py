@@ -381,6 +381,16 @@ def test_responses_reasoning_format_and_refusals(client: openai.OpenAI, think_ro
 
 
 # ------------------------------------------------------------------------------------------------ the rest
+def test_an_item_that_is_cut_off_is_incomplete(server: ServerProcess):
+    body = {"input": "On which continent is Nepal?", "max_output_tokens": 3, "temperature": 0}
+    whole = server.post("/v1/responses", body).json()
+    events = chunks(server, "/v1/responses", body)
+    for response in (whole, events[-1]["response"]):
+        assert response["status"] == "incomplete" and [item["status"] for item in response["output"]] == ["incomplete"]
+    done = next(event for event in events if event["type"] == "response.output_item.done")
+    assert done["item"]["status"] == "incomplete" and events[-1]["type"] == "response.incomplete"
+
+
 def test_models_version_and_tokenizing(server: ServerProcess, client: openai.OpenAI):
     assert [m.id for m in client.models.list()] == ["tiny-e"]
     assert client.models.retrieve("tiny-e").max_model_len == MAX_MODEL_LEN

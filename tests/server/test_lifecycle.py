@@ -131,6 +131,25 @@ def test_more_than_may_wait_gets_429_with_retry_after(strict: ServerProcess):
     assert "[DONE]" in waiting.result()
 
 
+def test_requests_that_come_together_are_no_more_than_may_run_and_wait(strict: ServerProcess):
+    """The places were counted before they were taken, so that a burst all found the queue empty. Completions count, not requests."""
+    strict.wait_ready()
+    burst = [Stream(strict, {**LONG, "n": n}, headers=bearer()) for n in [1] * 10 + [2] * 2]
+    deadline = time.monotonic() + 30
+    while sum(stream.ended > 0 for stream in burst) < 9 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    refused = [stream for stream in burst if stream.ended]
+    for stream in burst:
+        stream.leave = True
+    assert [stream.status for stream in refused] == [429] * len(refused) and len(refused) in (9, 10)
+    for stream in burst:
+        stream.result()
+    while httpx.get(strict.url + "/stats", headers=bearer()).json()["num_requests_running"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    larger = strict.post("/v1/completions", {"prompt": [[2, 300]] * 4, "n": 2, "max_tokens": 2}, headers=bearer())
+    assert larger.status_code == 200 and len(larger.json()["choices"]) == 8  # more than the queue: taken when nothing else is there
+
+
 def test_a_killed_engine_is_an_error_at_once_and_is_started_again(strict: ServerProcess):
     strict.wait_ready()
     stream = Stream(strict, LONG, headers=bearer())

@@ -46,12 +46,13 @@ class ChatRun:
     async def steps(self) -> AsyncGenerator[tuple[ChatChoice, Delta, wire.Output]]:
         """Every output with what it adds; ends when all choices have."""
         request = self.request
-        outputs = self.state.generate(
-            self.plan.prompt_ids, self.plan.params, self.id, self.choices, request.priority, request.cache_salt
-        )  # fmt: skip
-        async with aclosing(outputs_by_choice(outputs, self.choices, self.prompt_logprobs)) as steps:
-            async for choice, output in steps:
-                yield choice, choice.take(output), output
+        with self.state.admitted(len(self.choices)):
+            outputs = self.state.generate(
+                self.plan.prompt_ids, self.plan.params, self.id, self.choices, request.priority, request.cache_salt
+            )  # fmt: skip
+            async with aclosing(outputs_by_choice(outputs, self.choices, self.prompt_logprobs)) as steps:
+                async for choice, output in steps:
+                    yield choice, choice.take(output), output
 
     # ------------------------------------------------------------------------------------------------ whole answers
     async def answer(self) -> dict[str, Any]:
@@ -188,7 +189,7 @@ def router(state: ServerState) -> APIRouter:
     @routes.post("/v1/chat/completions")
     async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
         state.check(request)
-        state.admit(request.n or 1)
+        state.check_queue(request.n or 1)
         run = await prepare_chat(state, request, lambda: ChatRun(state, request))
         if request.stream:
             return EventStream(run.events())

@@ -113,9 +113,10 @@ class CompletionRun:
         return [choice for prompt in self.prompts for choice in prompt.choices]
 
     async def answer(self) -> dict[str, Any]:
-        async with asyncio.TaskGroup() as group:
-            for i, prompt in enumerate(self.prompts):
-                group.create_task(prompt.run(f"{self.id}-{i}"))
+        with self.state.admitted(len(self._choices)):
+            async with asyncio.TaskGroup() as group:
+                for i, prompt in enumerate(self.prompts):
+                    group.create_task(prompt.run(f"{self.id}-{i}"))
         body = self._envelope([self._whole(prompt, choice) for prompt in self.prompts for choice in prompt.choices])
         body["usage"] = self.usage()
         if self.state.settings.enable_timings_report and len(self.prompts) == 1:
@@ -143,6 +144,12 @@ class CompletionRun:
 
     # ------------------------------------------------------------------------------------------------ streams
     async def events(self) -> AsyncGenerator[bytes]:
+        with self.state.admitted(len(self._choices)):
+            async with aclosing(self._merged()) as events:
+                async for item in events:
+                    yield item
+
+    async def _merged(self) -> AsyncGenerator[bytes]:
         queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._feed(prompt, i, queue)) for i, prompt in enumerate(self.prompts)]
         try:
@@ -235,8 +242,8 @@ def router(state: ServerState) -> APIRouter:
     @routes.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request) -> Response:
         state.check(request)
+        state.check_queue(request.n or 1)
         run = CompletionRun(state, request, await prompt_ids(state, request))
-        state.admit(len(run.prompts))
         if request.stream:
             return EventStream(run.events())
         try:

@@ -113,6 +113,11 @@ class ResponsesRun:
                 pass
         return self._response(self._items())
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether max_output_tokens ended it, in the middle of its last item."""
+        return self.chat.choices[0].finish_reason == "length"
+
     def _items(self) -> list[dict[str, Any]]:
         choice = self.chat.choices[0]
         message = self.chat.whole(choice)["message"]
@@ -124,11 +129,13 @@ class ResponsesRun:
             items.append(_message(new_id("msg_"), message["content"], logprobs))
         for call in message.get("tool_calls") or ():
             items.append(_call(new_id("fc_"), call["id"], call["function"]["name"], call["function"]["arguments"]))
+        if self.is_cut and items:
+            items[-1]["status"] = "incomplete"
         return items
 
     def _response(self, items: list[dict[str, Any]], status: str | None = None, error: dict[str, Any] | None = None) -> dict[str, Any]:
         request, choice = self.request, self.chat.choices[0]
-        cut = choice.finish_reason == "length"
+        cut = self.is_cut
         made: dict[str, Any] = {
             "id": self.id,
             "object": "response",
@@ -185,14 +192,14 @@ class ResponsesRun:
                     if choice.finished:
                         if not items.done and not items.is_open:
                             yield items.content("", [])
-                        yield items.close()
+                        yield items.close("incomplete" if self.is_cut else "completed")
         except Exception as error:
             if not started:
                 raise
             told = as_api_error(error).body()["error"]
             yield self._event("response.failed", response=self._response(items.done, "failed", {"code": "server_error", **told}))
             return
-        kind = "response.incomplete" if self.chat.choices[0].finish_reason == "length" else "response.completed"
+        kind = "response.incomplete" if self.is_cut else "response.completed"
         yield self._event(kind, response=self._response(items.done))
 
 
@@ -257,7 +264,7 @@ class _ItemStream:
             return made
         return made + self._run._event("response.function_call_arguments.delta", **self._place(), delta=delta.arguments)
 
-    def close(self) -> bytes:
+    def close(self, status: str = "completed") -> bytes:
         """End the open item."""
         item, text, run = self._item, self._text, self._run
         if item is None:
@@ -274,6 +281,7 @@ class _ItemStream:
             final = _message(item["id"], text, self._logprobs)
             made = run._event("response.output_text.done", **place, content_index=0, text=text, logprobs=self._logprobs)
             made += run._event("response.content_part.done", **place, content_index=0, part=final["content"][0])
+        final["status"] = status
         made += run._event("response.output_item.done", output_index=self._index, item=final)
         self.done.append(final)
         self._item = None
@@ -307,7 +315,7 @@ def router(state: ServerState) -> APIRouter:
     @routes.post("/v1/responses")
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         state.check(request)
-        state.admit()
+        state.check_queue()
         chat = to_chat(request)
         run = ResponsesRun(state, request, await prepare_chat(state, chat, lambda: ChatRun(state, chat)))
         if request.stream:

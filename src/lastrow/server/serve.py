@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
             return
         self._first_signal = now
         self.state.draining = True
-        logger.info("draining: %d requests are running", self.state.num_active)
+        logger.info("draining: %d completions are running", self.state.num_active)
         self.should_exit = True
 
 
