@@ -1,4 +1,4 @@
-"""Ten seconds of tools/soak.py: many clients, some of them rude. The long run is started by hand (docs/server.md has its result)."""
+"""Six seconds of tools/soak.py: many clients, some of them rude. The long run is started by hand (docs/server.md has its result)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def load_soak() -> Any:
     return module
 
 
-def test_ten_seconds_of_rude_clients_leave_no_wrong_answer_and_no_block(server: ServerProcess):
-    report = asyncio.run(load_soak().soak(server.url, streams=32, seconds=10))
+def test_six_seconds_of_rude_clients_leave_no_wrong_answer_and_no_block(server: ServerProcess):
+    report = asyncio.run(load_soak().soak(server.url, streams=32, seconds=6))
     assert not report.wrong
     assert not any(report.leaked.values())
     assert report.done["stream"] and report.done["leave"] and report.done["bad"] and report.done["forced"]

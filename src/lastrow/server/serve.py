@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import signal
@@ -92,6 +93,8 @@ def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int
         )
     )  # fmt: skip
     server.state = state
+    gc.collect()
+    gc.freeze()  # as in the engine's process: no stream waits while the libraries are looked through
     try:
         server.run()
     finally:
