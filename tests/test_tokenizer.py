@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import shutil
+import time
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,10 @@ def test_texts_that_do_not_come_again_are_not_kept(tiny_e: Path) -> None:
 
     grown(0)
     assert grown(2000) < 2**20
+
+
+def test_a_text_of_nothing_but_bos_is_read_in_time_that_grows_with_it(tiny_e: Path) -> None:
+    """Cutting them off one by one copied the text each time: a megabyte of them took minutes."""
+    began = time.monotonic()
+    assert Tokenizer(tiny_e).encode("<bos>" * 200_000 + "x") == [2, *OURS.encode("x", add_bos=False)]
+    assert time.monotonic() - began < 10
