@@ -54,16 +54,17 @@ class Report:
     memory: list[tuple[float, dict[int, int]]] = field(default_factory=list)
     leaked: dict[str, int] = field(default_factory=dict)
 
-    def highest(self, pid: int, half: int) -> float:
-        """Most MiB that a process had in the first (0) or second (1) half."""
-        middle = len(self.memory) // 2
-        samples = self.memory[middle:] if half else self.memory[:middle]
+    def highest(self, pid: int, begin: float, end: float) -> float:
+        """Most MiB that a process had from one share of the time to another."""
+        count = len(self.memory)
+        samples = self.memory[int(count * begin) : int(count * end)]
         return max((sample.get(pid, 0) for _, sample in samples), default=0) / 2**20
 
     def growth(self) -> dict[int, float]:
-        """How much more each process had at its highest in the second half than in the first. The highest, because the engine's
-        memory goes up and down by some 30 MiB with the size of its steps, whatever moment is looked at."""
-        return {pid: self.highest(pid, 1) - self.highest(pid, 0) for pid in (self.memory[-1][1] if self.memory else ())}
+        """How much more each process had at its highest in the second half than in the first, of which the first third is left out: the
+        burst of the start stands in it. The highest, because the engine's memory goes up and down with the size of its steps."""
+        pids = self.memory[-1][1] if self.memory else ()
+        return {pid: self.highest(pid, 1 / 2, 1) - self.highest(pid, 1 / 6, 1 / 2) for pid in pids}
 
 
 class Client:
@@ -204,7 +205,9 @@ def told(report: Report, seconds: float, names: dict[int, str]) -> list[str]:
         p99 = firsts[int(len(firsts) * 0.99)]
         lines.append(f"time to first token: median {firsts[len(firsts) // 2] * 1000:.0f} ms, 99 % {p99 * 1000:.0f} ms")
     for pid, grown in report.growth().items():
-        lines.append(f"memory of the {names[pid]}: at most {report.highest(pid, 1):.0f} MiB in the second half, {grown:+.1f} to the first")
+        lines.append(
+            f"memory of the {names[pid]}: at most {report.highest(pid, 1 / 2, 1):.0f} MiB in the second half, {grown:+.1f} to the first"
+        )
     return lines
 
 
