@@ -28,7 +28,9 @@ import httpx
 
 from lastrow.harness.records import Record, environment, markdown_table
 
-MAX_GROWTH = 4.0  # MiB; what pages an allocator happens to touch is of this size
+# MiB. The engine's heap is of pieces of 4 to 16 MiB, a step's activations, and what order they come in decides how many gaps it has: its
+# memory in use does not grow while its resident memory may go up by a piece or two, and stays there (docs/benchmarks, the longer run).
+MAX_GROWTH = {"server": 2.0, "engine": 16.0}
 WORDS = ["time", "river", "stone", "light", "paper", "seven", "blue", "north", "window", "market", "letter", "garden"]
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOL = {"type": "function", "function": {"name": "note", "description": "", "parameters": PARAMETERS}}
@@ -259,7 +261,8 @@ def main() -> int:
         print("\n".join(lines))
         if args.record is not None:
             print(record(report, lines, args, names).write(args.record))
-        return int(bool(report.wrong) or any(report.leaked.values()) or max(report.growth().values()) > MAX_GROWTH)
+        grew = any(grown > MAX_GROWTH[names[pid]] for pid, grown in report.growth().items())
+        return int(bool(report.wrong) or any(report.leaked.values()) or grew)
     finally:
         server.terminate()
         server.wait(60)
