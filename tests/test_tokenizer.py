@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
+import time
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -235,3 +237,38 @@ def test_another_decoder_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(data))
     with pytest.raises(TokenizerError, match="decoder"):
         Tokenizer(folder)
+
+
+def test_a_long_text_is_read_and_written_as_a_short_one_is(tiny_e: Path) -> None:
+    """Long ones take the library's batch call, which lets other threads run."""
+    tokenizer = Tokenizer(tiny_e)
+    piece = "On which continent is Nepal? <|turn>user\n"
+    long = tokenizer.encode(piece * 1000, add_bos=False)
+    assert long == tokenizer.encode(piece, add_bos=False) * 1000
+    assert tokenizer.decode(long, skip_special_tokens=False) == piece * 1000
+    assert len(piece * 1000) <= len(long) * tokenizer.max_token_chars
+
+
+def test_texts_that_do_not_come_again_are_not_kept(tiny_e: Path) -> None:
+    """The library's cache of whole texts grew by 5 KiB for each of 10,000 requests."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("memory in use is read from glibc")
+    libc.mallinfo2.restype = type("mallinfo2", (ctypes.Structure,), {"_fields_": [(f"f{i}", ctypes.c_size_t) for i in range(10)]})
+    tokenizer = Tokenizer(tiny_e)
+
+    def grown(first: int) -> int:
+        before = libc.mallinfo2().f7  # uordblks
+        for i in range(first, first + 2000):
+            tokenizer.encode(f"request number {i} asks for something that nobody has asked for before, and will not ask again")
+        return libc.mallinfo2().f7 - before
+
+    grown(0)
+    assert grown(2000) < 2**20
+
+
+def test_a_text_of_nothing_but_bos_is_read_in_time_that_grows_with_it(tiny_e: Path) -> None:
+    """Cutting them off one by one copied the text each time: a megabyte of them took minutes."""
+    began = time.monotonic()
+    assert Tokenizer(tiny_e).encode("<bos>" * 200_000 + "x") == [2, *OURS.encode("x", add_bos=False)]
+    assert time.monotonic() - began < 10

@@ -4,7 +4,9 @@
 
 Clients stream, leave in the middle, leave before the first token, send nonsense, force calls and grammars, and ask for whole
 answers. Reported: answers that were not the asked-for kind, blocks that are not free at the end, the growth of both processes'
-memory over the second half, first-token times. Exit code 1 when an answer was wrong or a block leaked."""
+memory, first-token times. Before the clock starts, what may fill once is filled: every block of the pool, the largest
+step, the tokenizer's cache of texts. Exit code 1 when an answer was wrong, a block leaked, or a process needed
+MAX_GROWTH more in the second half than in the first. --record writes a page with the memory's curve."""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ import contextlib
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -25,6 +26,11 @@ from typing import Any
 
 import httpx
 
+from lastrow.harness.records import Record, environment, markdown_table
+
+# MiB. The engine's heap is of pieces of 4 to 16 MiB, a step's activations, and what order they come in decides how many gaps it has: its
+# memory in use does not grow while its resident memory may go up by a piece or two, and stays there (docs/benchmarks, the longer run).
+MAX_GROWTH = {"server": 2.0, "engine": 16.0}
 WORDS = ["time", "river", "stone", "light", "paper", "seven", "blue", "north", "window", "market", "letter", "garden"]
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOL = {"type": "function", "function": {"name": "note", "description": "", "parameters": PARAMETERS}}
@@ -50,16 +56,17 @@ class Report:
     memory: list[tuple[float, dict[int, int]]] = field(default_factory=list)
     leaked: dict[str, int] = field(default_factory=dict)
 
+    def highest(self, pid: int, begin: float, end: float) -> float:
+        """Most MiB that a process had from one share of the time to another."""
+        count = len(self.memory)
+        samples = self.memory[int(count * begin) : int(count * end)]
+        return max((sample.get(pid, 0) for _, sample in samples), default=0) / 2**20
+
     def growth(self) -> dict[int, float]:
-        """MiB each process grew between the middle and the end (medians of 5 samples)."""
-        if len(self.memory) < 12:
-            return {}
-        middle, half = len(self.memory) // 2, {}
-        for pid in self.memory[-1][1]:
-            before = statistics.median(sample.get(pid, 0) for _, sample in self.memory[middle - 2 : middle + 3])
-            after = statistics.median(sample.get(pid, 0) for _, sample in self.memory[-5:])
-            half[pid] = (after - before) / 2**20
-        return half
+        """How much more each process had at its highest in the second half than in the first, of which the first third is left out: the
+        burst of the start stands in it. The highest, because the engine's memory goes up and down with the size of its steps."""
+        pids = self.memory[-1][1] if self.memory else ()
+        return {pid: self.highest(pid, 1 / 2, 1) - self.highest(pid, 1 / 6, 1 / 2) for pid in pids}
 
 
 class Client:
@@ -141,13 +148,28 @@ class Client:
 async def soak(url: str, streams: int, seconds: float, seed: int = 0, pids: tuple[int, ...] = ()) -> Report:
     report = Report()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=streams)
-    deadline = time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+        deadline = time.monotonic() + seconds
         watch = asyncio.create_task(_watch_memory(report, pids))
         await asyncio.gather(*(Client(http, report, seed * 10_000 + i).run(deadline) for i in range(streams)))
         watch.cancel()
         await _wait_idle(http, report)
     return report
+
+
+async def warm_up(url: str, streams: int) -> None:
+    """Fills what fills once. All streams together ask for as many tokens as the pool holds, which is also the largest step there is."""
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as http:
+        for i in range(1200):
+            await http.post("/tokenize", json={"prompt": f"text number {i}"})
+        groups = (await http.get("/v1/cache/status")).json()
+        longest = (await http.get("/v1/models")).json()["data"][0]["max_model_len"]
+        tokens = max(group["total"] for group in groups["groups"].values()) * groups["block_size"]
+        draw = random.Random(0)
+        for _ in range(2):
+            prompts = [[draw.randrange(300, 4000) for _ in range(min(tokens // streams, longest - 70))] for _ in range(streams)]
+            bodies = [{"prompt": prompt, "max_tokens": 60, "ignore_eos": True} for prompt in prompts]
+            await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
 
 
 async def _watch_memory(report: Report, pids: tuple[int, ...]) -> None:
@@ -173,18 +195,41 @@ async def _wait_idle(http: httpx.AsyncClient, report: Report) -> None:
         report.leaked = {"requests": stats["num_requests_running"] + stats["num_requests_waiting"]}
 
 
-def show(report: Report, seconds: float, names: dict[int, str]) -> None:
+def told(report: Report, seconds: float, names: dict[int, str]) -> list[str]:
     firsts = sorted(report.firsts)
-    print(f"{sum(report.done.values())} rounds in {seconds:.0f} s: {dict(report.done)}")
-    print(f"{report.tokens / seconds:.0f} tokens/s of streams read to their end")
-    print(f"wrong answers: {len(report.wrong)}; blocks not free at the end: {report.leaked}")
-    for line, count in Counter(report.wrong).most_common(5):
-        print(f"  {count} x {line}")
+    lines = [
+        f"{sum(report.done.values())} rounds in {seconds:.0f} s: {dict(report.done)}",
+        f"{report.tokens / seconds:.0f} tokens/s of streams read to their end",
+        f"wrong answers: {len(report.wrong)}; blocks not free at the end: {report.leaked}",
+        *(f"  {count} x {line}" for line, count in Counter(report.wrong).most_common(5)),
+    ]
     if firsts:
-        print(f"time to first token: median {firsts[len(firsts) // 2] * 1000:.0f} ms, 99 % {firsts[int(len(firsts) * 0.99)] * 1000:.0f} ms")
+        p99 = firsts[int(len(firsts) * 0.99)]
+        lines.append(f"time to first token: median {firsts[len(firsts) // 2] * 1000:.0f} ms, 99 % {p99 * 1000:.0f} ms")
     for pid, grown in report.growth().items():
-        last = report.memory[-1][1][pid] / 2**20
-        print(f"memory of the {names[pid]}: {last:.0f} MiB at the end, {grown:+.1f} MiB over the second half")
+        lines.append(
+            f"memory of the {names[pid]}: at most {report.highest(pid, 1 / 2, 1):.0f} MiB in the second half, {grown:+.1f} to the first"
+        )
+    return lines
+
+
+def record(report: Report, lines: list[str], args: argparse.Namespace, names: dict[int, str]) -> Record:
+    """A page: what was told, and the resident memory of both processes every 10 s."""
+    start = report.memory[0][0]
+    rows = [{"seconds": round(at - start, 1), **{names[pid]: size for pid, size in sample.items()}} for at, sample in report.memory]
+    columns = ["s", *(f"{name}, MiB" for name in names.values())]
+    curve = markdown_table(
+        columns, [[round(row["seconds"]), *(f"{row[name] / 2**20:.1f}" for name in names.values())] for row in rows[::10]]
+    )
+    return Record(
+        topic=f"soak-cpu-{args.streams}-streams",
+        title=f"{args.streams} clients for {args.seconds:.0f} s, some of them rude",
+        summary=f"`tools/soak.py` against `lastrow serve {args.model}` on a CPU.\n\n" + "\n".join(f"* {line.strip()}" for line in lines),
+        environment=environment(command=f"tools/soak.py --streams {args.streams} --seconds {args.seconds:.0f}", seed=args.seed),
+        rows=rows,
+        not_measured=["a GPU", "longer than this run", "prompts of more than a few hundred tokens"],
+        sections=[("Resident memory", curve)],
+    )
 
 
 def main() -> int:
@@ -194,6 +239,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8791)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="tiny-e")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="write a page and its rows there")
     args = parser.parse_args()
     command = [sys.executable, "-m", "lastrow", "serve", args.model, "--port", str(args.port), "--uvicorn-log-level", "warning"]
     server = subprocess.Popen(command)
@@ -209,10 +255,14 @@ def main() -> int:
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         engine = next(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
         names = {server.pid: "server", engine: "engine"}
-        began = time.monotonic()
+        asyncio.run(warm_up(url, args.streams))
         report = asyncio.run(soak(url, args.streams, args.seconds, args.seed, tuple(names)))
-        show(report, time.monotonic() - began, names)
-        return int(bool(report.wrong) or any(report.leaked.values()))
+        lines = told(report, args.seconds, names)
+        print("\n".join(lines))
+        if args.record is not None:
+            print(record(report, lines, args, names).write(args.record))
+        grew = any(grown > MAX_GROWTH[names[pid]] for pid, grown in report.growth().items())
+        return int(bool(report.wrong) or any(report.leaked.values()) or grew)
     finally:
         server.terminate()
         server.wait(60)

@@ -33,6 +33,8 @@ SPECIAL_TOKENS = {
     "quote": '<|"|>',
     "think": "<|think|>",
 }
+LONG_TEXT = 20_000  # characters from which on the library's own threads are worth their start
+CACHED_TEXTS = 1000
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Decoders under which a text is the concatenation of its tokens' texts, byte tokens apart. Gemma's is exactly these three.
 CONCATENATIVE_DECODERS = {"Replace", "ByteFallback", "Fuse"}
@@ -47,7 +49,8 @@ class Tokenizer:
     bos_token, bos_token_id: its text and id. eos_token_ids: every id that ends an answer, the union of generation_config.json's and
     {1, 106, 50}.
     special_ids: name -> id for those of SPECIAL_TOKENS that the vocabulary has. added_tokens: texts found before any merge, special or
-    not. Raises TokenizerError."""
+    not. max_token_chars: the longest token's text, so that a text of n characters has at least n / max_token_chars tokens.
+    Raises TokenizerError."""
 
     def __init__(self, path: str | Path) -> None:
         import tokenizers
@@ -62,6 +65,9 @@ class Tokenizer:
             raise TokenizerError(f"{file}: not readable as a tokenizer ({error})") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        # The library keeps the tokens of each of the first 10,000 texts (5 KiB each), and Gemma's pre-tokenizer makes one text of all
+        # between two special tokens: 50 MB of a server for texts that do not come again.
+        self._tokenizer.model._resize_cache(CACHED_TEXTS)
         config = _read_json(self.path / "tokenizer_config.json")
         self.special_tokens_map = _special_tokens_map({**_read_json(self.path / "special_tokens_map.json", optional=True), **config})
         self._templates = _templates(self.path, config)
@@ -85,6 +91,7 @@ class Tokenizer:
         self.added_tokens = tuple(token.content for token in added.values())
         self._bytes = {i: b for b in range(256) if (i := self._tokenizer.token_to_id(f"<0x{b:02X}>")) is not None}
         self._texts: dict[int, str | None] = {}
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     def _check_decoder(self, file: Path) -> None:
         decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
@@ -100,21 +107,27 @@ class Tokenizer:
 
         Raises TokenizerError for text that is no Unicode (a lone surrogate)."""
         text = self.without_bos(_unicode(text)) if add_bos else _unicode(text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG_TEXT:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        else:  # a batch does not hold Python's lock meanwhile: a server's other threads go on
+            ids = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         if self.bos_token_id in ids:
             ids = [part for token in ids for part in (self._spelled_bos if token == self.bos_token_id else (token,))]
         return [self.bos_token_id, *ids] if add_bos else ids
 
     def without_bos(self, text: str) -> str:
         """`text` without the <bos> (or several) that it begins with."""
-        while text.startswith(self.bos_token):
-            text = text[len(self.bos_token) :]
-        return text
+        begin = 0
+        while text.startswith(self.bos_token, begin):
+            begin += len(self.bos_token)
+        return text[begin:]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Byte tokens that form no UTF-8 become U+FFFD; ids outside the vocabulary have no text."""
         try:
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) < LONG_TEXT:
+                return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except (OverflowError, TypeError) as error:
             raise TokenizerError(f"ids cannot be decoded ({error}): integers from 0 to {self.vocab_size - 1} are needed") from None
 

@@ -257,6 +257,13 @@ def test_allowed_ids_that_no_beginning_of_the_grammar_has_are_refused_on_arrival
     assert llm.generate("In the beginning", params, use_tqdm=False)[0].outputs[0].text == "blue whale"
 
 
+def test_a_grammar_that_cannot_go_on_ends_its_request_with_the_reason(llm: LLM) -> None:
+    stuck = SamplingParams(temperature=0.0, structured_outputs={"grammar": 'start: "a" endless\nendless: endless'})
+    bad, good = llm.generate(["x", "In the beginning"], [stuck, SamplingParams(temperature=0.0, max_tokens=8)], use_tqdm=False)
+    assert bad.outputs[0].finish_reason == "error" and "can never be fulfilled" in str(bad.outputs[0].stop_reason)
+    assert good.outputs[0].finish_reason == "length" and not llm.engine.has_unfinished_requests
+
+
 def test_a_failed_call_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         llm.generate([[3, 4], {"prompt_token_ids": []}], SamplingParams(max_tokens=2), use_tqdm=False)

@@ -198,6 +198,73 @@ def test_what_is_wrong_is_a_400_that_names_it(server: ServerProcess, fields: dic
         assert says in server.error("/v1/chat/completions", {"messages": NEPAL, "stream": stream, **fields})
 
 
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        ({"top_k": 2**64}, "top_k"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"min_tokens": 10**30, "max_tokens": None}, "min_tokens"),
+        ({"priority": -(10**30)}, "priority"),
+        ({"logit_bias": {"²": 1}}, "'²': token ids"),
+        ({"logit_bias": {"--5": 1}}, "'--5': token ids"),
+        ({"stop": 5}, "stop: Input should be a valid string / Input should be a valid list"),
+        ({"prompt": {"a": 1}}, "prompt: Input should be a valid string / Input should be a valid list"),
+        ({"prompt": [1, "x"]}, "prompt: "),
+        ({"structured_outputs": {"regex": 5}}, "regex is 5"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs come with whole answers only"),
+    ],
+)
+def test_values_that_no_message_can_carry_are_a_400_that_names_the_field(server: ServerProcess, fields: dict[str, Any], says: str):
+    """Integers beyond 64 bits, texts that are no Unicode and the like were a 500. One field of several kinds is one message."""
+    assert says in server.error("/v1/completions", {"prompt": "x", "max_tokens": 1, **fields})
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (b"", "the body is empty or holds no JSON object"),
+        (b"[]", "the body is empty or holds no JSON object"),
+        (b'{"prompt": "x"', "the body is no JSON: Expecting ',' delimiter at character 14"),
+        (b"hello", "the body is no JSON: Expecting value at character 0"),
+        (b'{"prompt": "\xff"}', "parsing the body"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "parsing the body"),
+        (b'{"prompt": "x", "stop": ["\\ud800"]}', "stop"),
+        (b'{"prompt": "x", "bad_words": ["\\ud800"]}', "bad_words.0: Value error, U+D800 is a lone surrogate"),
+        (b'{"prompt": "x", "structured_outputs": {"choice": ["\\ud800"]}}', "U+D800 is a lone surrogate"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature is nan"),
+    ],
+    ids=lambda value: value[:20].decode("latin-1") if isinstance(value, bytes) else "",
+)
+def test_bodies_that_are_no_request_are_a_400_that_says_why(server: ServerProcess, content: bytes, says: str):
+    response = httpx.post(server.url + "/v1/completions", content=content, timeout=60)
+    assert response.status_code == 400 and says in response.json()["error"]["message"], response.text
+
+
+def chunks(server: ServerProcess, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, parsed."""
+    text = server.post(path, {**body, "stream": True}).text
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def test_streams_bring_what_whole_answers_bring(server: ServerProcess):
+    """Logprobs of named ids, an echo and the running usage were left out of one kind of answer or the other."""
+    body = {"prompt": "In the beginning", "temperature": 0, "max_tokens": 3, "logprob_token_ids": [300, 400]}
+    whole = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    assert len(whole["tokens"]) == 3 and all(len(top) == 3 for top in whole["top_logprobs"])
+    told = chunks(server, "/v1/completions", {**body, "stream_options": {"continuous_usage_stats": True}})
+    assert [top for chunk in told for top in chunk["choices"][0]["logprobs"]["top_logprobs"]] == whole["top_logprobs"]
+    assert [chunk["usage"]["completion_tokens"] for chunk in told] == [1, 2, 3]
+    messages = [*NEPAL, {"role": "assistant", "content": "Nepal is"}]
+    chat = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False, "echo": True, "temperature": 0}
+    chat |= {"max_tokens": 3, "logprob_token_ids": [300, 400]}
+    answer = server.post("/v1/chat/completions", chat).json()["choices"][0]
+    told = chunks(server, "/v1/chat/completions", chat)
+    deltas = [chunk["choices"][0] for chunk in told]
+    assert answer["message"]["content"].startswith("Nepal is ")
+    assert "".join(delta["delta"].get("content", "") for delta in deltas) == answer["message"]["content"]
+    assert [entry for delta in deltas if delta["logprobs"] for entry in delta["logprobs"]["content"]] == answer["logprobs"]["content"]
+
+
 def test_two_requests_with_one_id_do_not_mix(server: ServerProcess):
     body = {"messages": NEPAL, "request_id": "mine", "temperature": 0, "max_tokens": 300, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=60) as first:
@@ -314,6 +381,16 @@ def test_responses_reasoning_format_and_refusals(client: openai.OpenAI, think_ro
 
 
 # ------------------------------------------------------------------------------------------------ the rest
+def test_an_item_that_is_cut_off_is_incomplete(server: ServerProcess):
+    body = {"input": "On which continent is Nepal?", "max_output_tokens": 3, "temperature": 0}
+    whole = server.post("/v1/responses", body).json()
+    events = chunks(server, "/v1/responses", body)
+    for response in (whole, events[-1]["response"]):
+        assert response["status"] == "incomplete" and [item["status"] for item in response["output"]] == ["incomplete"]
+    done = next(event for event in events if event["type"] == "response.output_item.done")
+    assert done["item"]["status"] == "incomplete" and events[-1]["type"] == "response.incomplete"
+
+
 def test_models_version_and_tokenizing(server: ServerProcess, client: openai.OpenAI):
     assert [m.id for m in client.models.list()] == ["tiny-e"]
     assert client.models.retrieve("tiny-e").max_model_len == MAX_MODEL_LEN

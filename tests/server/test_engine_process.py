@@ -9,7 +9,7 @@ from lastrow.models.config import ConfigError
 from lastrow.server.engine_process import fit_length_to_pool
 
 
-@pytest.mark.parametrize("memory", [3_000_000, 1_000_000])
+@pytest.mark.parametrize("memory", [1_200_000, 900_000])
 def test_the_effective_length_is_the_longest_that_fits_the_pool(memory: int):
     """Exactly: a prompt of that length less one runs to its one token, and the scheduler refuses one token more."""
     llm = LLM(kv_cache_memory_bytes=memory)

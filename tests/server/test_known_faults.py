@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
 from .conftest import MAX_MODEL_LEN, STEP_TOKENS, ServerProcess
 
+T = TypeVar("T")
 SAFE = ("chat", "multiturn", "decide", "yesno", "json")
 TOOL = {
     "type": "function",
@@ -81,6 +84,26 @@ def test_grammar_masks_on_the_wrong_row_beside_a_partial_prompt_chunk(server, it
         assert results[3 * i].startswith(f"long {i}") and set(results[3 * i][5:]) == {str(i)}
         assert results[3 * i + 1] == f"short {i}{i}{i}"
         assert results[3 * i + 2] == items[i]["output_ids"]
+
+
+STUCK = {"grammar": 'start: "a" endless\nendless: endless'}
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_grammar_that_cannot_go_on_ends_its_own_request_only(server, items, ignore_eos):
+    """It ended the engine, and with it every other request."""
+    body = {"prompt": "x", "structured_outputs": STUCK, "temperature": 0, "ignore_eos": ignore_eos, "max_tokens": 500}
+    engine = server.engine_pid()
+    whole, many, streamed, beside = together(
+        lambda: server.error("/v1/completions", body),
+        lambda: server.error("/v1/completions", {**body, "n": 2}),
+        lambda: server.post("/v1/completions", {**body, "stream": True}).text,
+        lambda: complete(server, items[0]),
+    )
+    for text in (whole, many, streamed):
+        assert "can never be fulfilled" in text
+    assert beside["token_ids"] == items[0]["output_ids"]
+    assert server.engine_pid() == engine and server.wait_idle()
 
 
 def test_bad_words_index_error(server, items):
@@ -296,3 +319,38 @@ def test_remote_urls_are_not_fetched(server):
         assert "image_url" in message
         with pytest.raises(BlockingIOError):
             trap.accept()
+
+
+def worst_health(server: ServerProcess, call: Callable[[], T]) -> tuple[T, float, float]:
+    """(result of call, its seconds, the slowest of the health checks meanwhile)."""
+    slowest = 0.0
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, timeout=60) as client:
+        began = time.monotonic()
+        future = pool.submit(call)
+        while not future.done():
+            asked = time.monotonic()
+            assert client.get("/health").status_code == 200
+            slowest = max(slowest, time.monotonic() - asked)
+        return future.result(), time.monotonic() - began, slowest
+
+
+def test_a_huge_prompt_that_keeps_everybody_waiting(server):
+    """Megabytes of text held the event loop for half a minute. What can never fit is not read at all; what is cut is read aside."""
+    text = "The river runs by stones and light. " * 20_000
+    many = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 10_000
+    for path, body in [
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": [text[:19_000]] * 30}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}),
+        ("/v1/chat/completions", {"messages": many}),
+        ("/v1/responses", {"input": text}),
+    ]:
+        message, _, slowest = worst_health(server, lambda path=path, body=body: server.error(path, body))
+        assert "max_model_len is 1024" in message and slowest < 1
+    for path, body in [
+        ("/v1/completions", {"prompt": text, "truncate_prompt_tokens": 5, "max_tokens": 1}),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
+    ]:
+        response, seconds, slowest = worst_health(server, lambda path=path, body=body: server.post(path, body))
+        assert response.status_code == 200 and slowest < seconds / 2

@@ -245,6 +245,16 @@ def test_a_refused_token_changes_nothing(backend, tokenizer):
         ({"choice": "yes"}, "choice"),
         ({"grammar": "start: nothing"}, "nothing"),
         ({"grammar": "root ::= ("}, "GBNF"),
+        ({"grammar": "start: start"}, "can never be fulfilled"),
+        ({"regex": "a\ud800"}, "surrogate"),
+        ({"regex": 5}, "regex is 5: a text"),
+        ({"grammar": 7}, "grammar is 7: a text"),
+        ({"choice": {"a": 1}}, "choice is {'a': 1}: a list"),
+        ({"json_object": "yes"}, "json_object is 'yes': true or false"),
+        ({"json_object": True, "whitespace_pattern": 7}, "whitespace_pattern is 7: a text"),
+        ({"json": {"x-guidance": 5}}, "x-guidance is 5: an object"),
+        ({"tools": "x"}, "pairs"),
+        ({"tools": [["a"]]}, "pairs"),
         ({"jsn": {}}, "jsn"),
         ({"tools": [("f", {"type": "string"})]}, "arguments are an object"),
         ({"tools": [("f", {"type": "object", "properties": {"a": {"type": "strnig"}}})]}, "properties.a.type"),
@@ -256,6 +266,14 @@ def test_a_refused_token_changes_nothing(backend, tokenizer):
 def test_a_bad_constraint_is_refused_before_anything_runs(backend, params, says):
     with pytest.raises(SchemaError, match=re.escape(says)):
         backend.validate(params)
+
+
+def test_a_grammar_that_cannot_go_on_says_so_and_allows_the_end(backend):
+    """Only the output shows it: after the `a` nothing can come."""
+    matcher = backend.matcher({"grammar": 'start: "a" endless\nendless: endless'})
+    assert matcher.failure is None and matcher.accept(int(matcher.allowed_token_ids()[0]))
+    assert matcher.failure is None and set(matcher.allowed_token_ids()) == {1, 50, END}
+    assert matcher.failure is not None and "can never be fulfilled" in matcher.failure
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -51,15 +51,13 @@ def run(args: argparse.Namespace) -> int:
     from lastrow.models.config import ConfigError
 
     config = EngineConfig(**engine_options(args))
-    if config.shape:
-        raise ConfigError(f"shape {config.shape!r} has dummy weights and no tokenizer: a server needs a checkpoint folder or hub id")
     try:
         from lastrow.server.serve import Listen, serve
         from lastrow.server.state import ServerSettings
     except ModuleNotFoundError as error:
         raise ConfigError(MISSING.format(error.name)) from None
     settings = ServerSettings(
-        served_model_name=tuple(args.served_model_name) or (config.model,),
+        served_model_name=tuple(args.served_model_name) or (config.shape or config.model,),
         api_key=tuple(args.api_key),
         max_queued_requests=args.max_queued_requests,
         max_body_bytes=args.max_body_bytes,

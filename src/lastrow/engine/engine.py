@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from lastrow.core.output import RequestOutput, SchedulerOutput
+from lastrow.core.output import EngineCoreOutput, RequestOutput, SchedulerOutput
 from lastrow.core.request import FinishReason, Request
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.core.scheduler import Scheduler
@@ -348,12 +348,22 @@ class LLMEngine:
     def _read_oldest(self) -> list[RequestOutput]:
         scheduled, handle = self._in_flight.popleft()
         news = self.scheduler.update_from_output(scheduled, handle.result())
+        if self.runner.grammars:
+            self._end_failed_grammars(news)
         results, stopped = self.outputs.process(news)
         for request_id, stop in stopped:
             self.scheduler.finish_request(request_id, FinishReason.STOP, stop)
         if self.runner.grammars:
             self._forget_grammars([output.request.request_id for output in news if output.request.is_finished])
         return results
+
+    def _end_failed_grammars(self, news: Sequence[EngineCoreOutput]) -> None:
+        """A request whose grammar cannot go on ends with the reason; the others of its batch go on."""
+        for output in news:
+            grammar = self.runner.grammars.get(output.request.request_id)
+            if grammar is not None and grammar.failure is not None:
+                output.finish_reason, output.stop_reason = FinishReason.ERROR, grammar.failure
+                self.scheduler.finish_request(output.request.request_id, FinishReason.ERROR, grammar.failure)
 
     def _watch(self) -> None:
         if not self.scheduler.has_unfinished_requests:

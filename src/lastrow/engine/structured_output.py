@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -28,6 +29,19 @@ __all__ = ["GrammarBackend", "GrammarMatcher", "SchemaError", "StructuredOutputs
 WHITESPACE = r"[ ]?|\n[ ]{0,24}"
 MAX_COMPILED = 64
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "tools")
+# What a request may bring, since these fields come from its JSON as they are: name, types, in words.
+TYPES: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
+    ("json", (str, Mapping, bool, int), "a JSON schema"),
+    ("regex", str, "a text"),
+    ("choice", Sequence, "a list of texts"),
+    ("grammar", str, "a text"),
+    ("json_object", bool, "true or false"),
+    ("tools", Sequence, "a list of (name, parameters) pairs"),
+    ("parallel_tool_calls", bool, "true or false"),
+    ("disable_any_whitespace", bool, "true or false"),
+    ("whitespace_pattern", str, "a text"),
+    ("reasoning", bool, "true or false"),
+)
 
 
 @dataclass(frozen=True)
@@ -52,12 +66,19 @@ class StructuredOutputsParams:
     reasoning: bool = False
 
     def __post_init__(self) -> None:
+        for name, types, right in TYPES:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, types):
+                raise SchemaError(f"structured_outputs.{name} is {value!r}: {right} is needed")
         given = [kind for kind in KINDS if getattr(self, kind)]
         plain = [kind for kind in given if kind != "tools"]
         if not given or len(plain) > 1:
             raise SchemaError(f"structured_outputs has {', '.join(given) or 'nothing'}: exactly one of {', '.join(KINDS[:-1])} is needed")
         if self.choice is not None and (isinstance(self.choice, str) or not all(isinstance(c, str) and c for c in self.choice)):
             raise SchemaError(f"structured_outputs.choice is {self.choice!r}: a list of texts, none empty, is needed")
+        pairs = [isinstance(tool, Sequence) and len(tool) == 2 and isinstance(tool[0], str) for tool in self.tools or ()]
+        if isinstance(self.tools, str) or not all(pairs):
+            raise SchemaError("structured_outputs.tools is no list of (name, parameters) pairs")
 
     @classmethod
     def of(cls, value: StructuredOutputsParams | Mapping[str, Any]) -> StructuredOutputsParams:
@@ -108,8 +129,11 @@ class StructuredOutputsParams:
         spaces: dict[str, Any] = {"whitespace_pattern": self.whitespace_pattern or WHITESPACE}
         if self.disable_any_whitespace:
             spaces = {"whitespace_flexible": False}
+        extra = schema.get("x-guidance") or {}
+        if not isinstance(extra, Mapping):
+            raise SchemaError(f"structured_outputs.json.x-guidance is {extra!r}: an object is needed")
         # `format: date-time` and the like are kept; only keywords that llguidance does not know are passed over.
-        return {**schema, "x-guidance": {"lenient": True, **spaces, **dict(schema.get("x-guidance") or {})}}
+        return {**schema, "x-guidance": {"lenient": True, **spaces, **extra}}
 
 
 class GrammarBackend:
@@ -128,6 +152,7 @@ class GrammarBackend:
         source = (tokenizer.path / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(source, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
         self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()  # of _compiled: a server plans long requests in threads
 
     def validate(self, params: StructuredOutputsParams | Mapping[str, Any]) -> None:
         """Raises SchemaError for whatever `matcher` would refuse."""
@@ -147,15 +172,20 @@ class GrammarBackend:
     def _compile(self, lark: str) -> Any:
         from llguidance import LLMatcher
 
-        found = self._compiled.get(lark)
+        with self._lock:
+            found = self._compiled.get(lark)
         if found is None:
+            if (wrong := next((c for c in lark if "\ud800" <= c <= "\udfff"), None)) is not None:
+                raise SchemaError(f"structured output: U+{ord(wrong):04X} is a lone surrogate, no Unicode text")
             found = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
-            if found.is_error():
-                raise SchemaError(f"structured output: {_first_line(found.get_error())}")
+            # Some mistakes show only when the first token is asked for: a rule that calls nothing but itself, for one.
+            if found.is_error() or _mask(probe := found.deep_copy(), self.vocab_size) is None:
+                raise SchemaError(f"structured output: {_first_line((found if found.is_error() else probe).get_error())}")
+        with self._lock:
             self._compiled[lark] = found
+            self._compiled.move_to_end(lark)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(lark)
         return found
 
 
@@ -167,9 +197,13 @@ class Phase(enum.Enum):
 
 
 class GrammarMatcher:
-    """Where one request's output stands in its grammar. Made by GrammarBackend.matcher."""
+    """Where one request's output stands in its grammar. Made by GrammarBackend.matcher.
+
+    failure: why the grammar could not go on (a rule that nothing can fulfil, or one that costs the library too much); the request
+    has to end then."""
 
     def __init__(self, matcher: Any, backend: GrammarBackend, phase: Phase, history: Sequence[tuple[Phase, bool]] = ()) -> None:
+        self.failure: str | None = None
         self._matcher = matcher
         self._backend = backend
         self._phase = phase
@@ -230,7 +264,7 @@ class GrammarMatcher:
     def fill_mask(self, row: NDArray[np.bool_]) -> None:
         """Set row [vocab_size] to True for every token that may come next and to False for all others.
 
-        At least one token is allowed: where the grammar is complete, the end tokens are."""
+        At least one token is allowed: where the grammar is complete, or has failed, the end tokens are."""
         backend = self._backend
         if row.dtype != np.bool_ or row.shape != (backend.vocab_size,):
             raise ValueError(f"mask row is {row.dtype} {row.shape}: bool ({backend.vocab_size},) is needed")
@@ -238,15 +272,14 @@ class GrammarMatcher:
             row.fill(True)
             row[backend.eos_token_ids] = False
             return
-        if self._phase is Phase.DONE:
+        allowed = None if self._phase is Phase.DONE or self.failure else _mask(self._matcher, backend.vocab_size)
+        if allowed is None:
+            if self._phase is not Phase.DONE and self.failure is None:
+                self.failure = f"structured output: {_first_line(self._matcher.get_error())}"
             row.fill(False)
             row[backend.eos_token_ids] = True
             return
-        bits = np.empty((backend.vocab_size + 31) // 32, np.int32)
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if self._matcher.is_error():
-            raise RuntimeError(f"structured output: {_first_line(self._matcher.get_error())}")
-        row[:] = np.unpackbits(bits.view(np.uint8), bitorder="little")[: backend.vocab_size]
+        row[:] = allowed
         if self._phase is Phase.START:
             row[backend.channel_start] = True
 
@@ -271,6 +304,13 @@ def in_channel(token_ids: Sequence[int], start: int, end: int) -> bool:
     return False
 
 
+def _mask(matcher: Any, vocab_size: int) -> NDArray[np.uint8] | None:
+    """[vocab_size] of 0 and 1: what may come next; None when the matcher cannot say, which it then has an error for."""
+    bits = np.empty((vocab_size + 31) // 32, np.int32)
+    matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    return None if matcher.is_error() else np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab_size]
+
+
 def _lark(grammar: str) -> str:
     if "::=" not in grammar:
         return grammar
@@ -283,5 +323,7 @@ def _lark(grammar: str) -> str:
 
 
 def _first_line(message: str) -> str:
+    if "NoExtensionBias" in message:
+        return "no token can follow: a rule of the grammar can never be fulfilled"
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     return " ".join(lines[:4])[:400] or "the grammar cannot be used"

@@ -33,6 +33,8 @@ def router(state: ServerState) -> APIRouter:
         _need_engine(state)
         size = request.kv_cache_memory_bytes
         size = parse_size(size) if isinstance(size, str) else size
+        if size >= 2**63:
+            raise ApiError(400, f"kv_cache_memory_bytes is {size}: no machine has so many", param="kv_cache_memory_bytes")
         answer = await state.engine.call("rebuild_cache", kv_cache_memory_bytes=size, timeout=request.timeout)
         if answer["state"] == "busy":
             raise ApiError(409, "the cache is being rebuilt already: one at a time", "ConflictError")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from lastrow.server import wire
-from lastrow.server.chat import ChatPlan, chat_limits
+from lastrow.server.chat import ChatPlan, chat_limits, conversation_size
 from lastrow.server.generation import ChatChoice, LogprobWriter, outputs_by_choice, timings, usage
 from lastrow.server.http import EventStream, event, json_response, while_connected
 from lastrow.server.output_parser import Delta, ToolCallDelta
-from lastrow.server.protocol import ChatCompletionRequest
-from lastrow.server.state import ServerState, new_id
+from lastrow.server.protocol import ChatCompletionRequest, ChatFields
+from lastrow.server.state import ApiError, ServerState, new_id
+
+T = TypeVar("T")
 
 
 class ChatRun:
@@ -24,6 +26,8 @@ class ChatRun:
 
     def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
         max_tokens, logprobs = chat_limits(request)
+        if request.stream and request.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs come with whole answers only: leave out stream", param="prompt_logprobs")
         self.state = state
         self.request = request
         self.plan: ChatPlan = state.planner.plan(request, max_tokens, logprobs)
@@ -42,12 +46,13 @@ class ChatRun:
     async def steps(self) -> AsyncGenerator[tuple[ChatChoice, Delta, wire.Output]]:
         """Every output with what it adds; ends when all choices have."""
         request = self.request
-        outputs = self.state.generate(
-            self.plan.prompt_ids, self.plan.params, self.id, self.choices, request.priority, request.cache_salt
-        )  # fmt: skip
-        async with aclosing(outputs_by_choice(outputs, self.choices, self.prompt_logprobs)) as steps:
-            async for choice, output in steps:
-                yield choice, choice.take(output), output
+        with self.state.admitted(len(self.choices)):
+            outputs = self.state.generate(
+                self.plan.prompt_ids, self.plan.params, self.id, self.choices, request.priority, request.cache_salt
+            )  # fmt: skip
+            async with aclosing(outputs_by_choice(outputs, self.choices, self.prompt_logprobs)) as steps:
+                async for choice, output in steps:
+                    yield choice, choice.take(output), output
 
     # ------------------------------------------------------------------------------------------------ whole answers
     async def answer(self) -> dict[str, Any]:
@@ -69,8 +74,8 @@ class ChatRun:
         calls = [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in complete]
         content = choice.content or choice.show_something(self.plan.include_reasoning)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not (calls or parser.reasoning) else None}
-        if self.request.echo and self.request.messages[-1].get("role") == "assistant":
-            message["content"] = f"{self.request.messages[-1].get('content') or ''}{message['content'] or ''}"
+        if self._echo:
+            message["content"] = f"{self._echo}{message['content'] or ''}"
         if self.plan.include_reasoning and parser.reasoning:
             message["reasoning_content"] = parser.reasoning
         if calls:
@@ -81,6 +86,13 @@ class ChatRun:
         if self.request.return_token_ids:
             made["token_ids"] = choice.token_ids
         return {**made, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+    @property
+    def _echo(self) -> str:
+        """What an answer with `echo` begins with: the assistant's message that it goes on from."""
+        last = self.request.messages[-1] if self.request.echo else {}
+        content = last.get("content")
+        return content if last.get("role") == "assistant" and isinstance(content, str) else ""
 
     def logprob(self, entry: list[wire.TokenLogprob]) -> dict[str, Any]:
         return self.writer.chat(entry, self.request.top_logprobs or 0)
@@ -113,7 +125,7 @@ class ChatRun:
             async for choice, delta, output in steps:
                 if choice.index not in started:
                     started.add(choice.index)
-                    yield event(self._chunk(choice, {"role": "assistant", "content": ""}))
+                    yield event(self._chunk(choice, {"role": "assistant", "content": self._echo}))
                 if choice.finished:
                     delta.content += choice.show_something(self.plan.include_reasoning)
                 change = self._change(delta)
@@ -138,7 +150,7 @@ class ChatRun:
     def _chunk(self, choice: ChatChoice, change: dict[str, Any], output: wire.Output | None = None) -> dict[str, Any]:
         made: dict[str, Any] = {"index": choice.index, "delta": change, "logprobs": None, "finish_reason": None}
         if output is not None:
-            if self.request.logprobs and output.logprobs:
+            if output.logprobs:
                 made["logprobs"] = {"content": [self.logprob(entry) for entry in output.logprobs]}
             if self.request.return_token_ids:
                 made["token_ids"] = output.token_ids
@@ -163,14 +175,22 @@ def _call_change(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
+async def prepare_chat(state: ServerState, request: ChatFields, make: Callable[[], T]) -> T:
+    """What `make` makes of a conversation. Raises ApiError before a conversation is read that can never fit."""
+    size = conversation_size(request.messages)
+    if request.truncate_prompt_tokens is None:
+        state.check_room(size, len(request.messages))
+    return await state.prepare(make, size)
+
+
 def router(state: ServerState) -> APIRouter:
     routes = APIRouter()
 
     @routes.post("/v1/chat/completions")
     async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
         state.check(request)
-        state.admit(request.n or 1)
-        run = ChatRun(state, request)
+        state.check_queue(request.n or 1)
+        run = await prepare_chat(state, request, lambda: ChatRun(state, request))
         if request.stream:
             return EventStream(run.events())
         return json_response(await while_connected(http, run.answer()))

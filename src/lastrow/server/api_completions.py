@@ -83,9 +83,9 @@ class CompletionRun:
     def _params(self) -> SamplingParams:
         request = self.request
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        fixed: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": request.logprobs}
-        if request.logprobs is None and request.logprob_token_ids:
-            fixed["logprobs"] = 0
+        fixed: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": self._num_logprobs}
+        if request.stream and request.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs come with whole answers only: leave out stream", param="prompt_logprobs")
         if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
             fixed["prompt_logprobs"] = request.logprobs
         if request.echo and max_tokens == 0 and request.logprobs is None and request.prompt_logprobs is None:
@@ -104,13 +104,19 @@ class CompletionRun:
         return request.sampling_params(self.state.defaults, **fixed)
 
     @property
+    def _num_logprobs(self) -> int | None:
+        """Logprobs of exactly these ids are logprobs that were asked for."""
+        return 0 if self.request.logprobs is None and self.request.logprob_token_ids else self.request.logprobs
+
+    @property
     def _choices(self) -> list[TextChoice]:
         return [choice for prompt in self.prompts for choice in prompt.choices]
 
     async def answer(self) -> dict[str, Any]:
-        async with asyncio.TaskGroup() as group:
-            for i, prompt in enumerate(self.prompts):
-                group.create_task(prompt.run(f"{self.id}-{i}"))
+        with self.state.admitted(len(self._choices)):
+            async with asyncio.TaskGroup() as group:
+                for i, prompt in enumerate(self.prompts):
+                    group.create_task(prompt.run(f"{self.id}-{i}"))
         body = self._envelope([self._whole(prompt, choice) for prompt in self.prompts for choice in prompt.choices])
         body["usage"] = self.usage()
         if self.state.settings.enable_timings_report and len(self.prompts) == 1:
@@ -128,8 +134,8 @@ class CompletionRun:
             text = prompt.prompt_text + text
             entries, ids = prompt.prompt_entries() + entries, prompt.prompt_ids + ids
         made: dict[str, Any] = {"index": choice.index, "text": text, "logprobs": None}
-        if request.logprobs is not None:
-            made["logprobs"] = self.writer.completion(entries, ids[: len(entries)], request.logprobs, 0)
+        if self._num_logprobs is not None:
+            made["logprobs"] = self.writer.completion(entries, ids[: len(entries)], self._num_logprobs, 0)
         if request.prompt_logprobs is not None:
             made["prompt_logprobs"] = [None if e is None else self.writer.prompt(e) for e in prompt.prompt_entries()]
         if request.return_token_ids:
@@ -138,6 +144,12 @@ class CompletionRun:
 
     # ------------------------------------------------------------------------------------------------ streams
     async def events(self) -> AsyncGenerator[bytes]:
+        with self.state.admitted(len(self._choices)):
+            async with aclosing(self._merged()) as events:
+                async for item in events:
+                    yield item
+
+    async def _merged(self) -> AsyncGenerator[bytes]:
         queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._feed(prompt, i, queue)) for i, prompt in enumerate(self.prompts)]
         try:
@@ -179,13 +191,15 @@ class CompletionRun:
             text = prompt.prompt_text + text
             entries, ids = prompt.prompt_entries() + entries, prompt.prompt_ids + ids
         made: dict[str, Any] = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
-        if self.request.logprobs is not None:
-            made["logprobs"] = self.writer.completion(entries, ids[: len(entries)], self.request.logprobs, offset)
+        if self._num_logprobs is not None:
+            made["logprobs"] = self.writer.completion(entries, ids[: len(entries)], self._num_logprobs, offset)
         if choice.finished:
             made["stop_reason"] = choice.stop_reason
         if self.request.return_token_ids:
             made["token_ids"] = output.token_ids
         body = self._envelope([made])
+        if self.request.stream_options is not None and self.request.stream_options.continuous_usage_stats:
+            body["usage"] = self.usage()
         if choice.finished and self.state.settings.enable_timings_report and all(c.finished for c in prompt.choices):
             body["timings"] = timings(len(prompt.prompt_ids), prompt.choices)
         return body
@@ -207,10 +221,16 @@ async def prompt_ids(state: ServerState, request: CompletionRequest) -> list[lis
     if not prompts or len(prompts) > MAX_PROMPTS:
         raise ApiError(400, f"prompt holds {len(prompts)} prompts: 1 to {MAX_PROMPTS} are needed", param="prompt")
     keep = request.truncate_prompt_tokens
-    all_ids = [
-        state.last_tokens(await state.encode(p, request.add_special_tokens), keep) if isinstance(p, str) else list(p[-(keep or 0) :])
-        for p in prompts
-    ]
+    texts = [p for p in prompts if isinstance(p, str)]
+    for text in texts if keep is None else ():
+        state.check_room(len(text))
+
+    def encode(prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return state.last_tokens(state.encode(prompt, request.add_special_tokens), keep)
+        return list(prompt[-(keep or 0) :])
+
+    all_ids = await state.prepare(lambda: [encode(p) for p in prompts], sum(map(len, texts)))
     if any(not ids for ids in all_ids):
         raise ApiError(400, "a prompt is empty: at least one token is needed", param="prompt")
     return all_ids
@@ -222,13 +242,13 @@ def router(state: ServerState) -> APIRouter:
     @routes.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request) -> Response:
         state.check(request)
+        state.check_queue(request.n or 1)
         run = CompletionRun(state, request, await prompt_ids(state, request))
-        state.admit(len(run.prompts))
         if request.stream:
             return EventStream(run.events())
         try:
             return json_response(await while_connected(http, run.answer()))
-        except* ApiError as group:
+        except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
     return routes

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, Response
 
 import lastrow
+from lastrow.server.chat import conversation_size
 from lastrow.server.http import error_response, json_response
 from lastrow.server.protocol import DetokenizeRequest, TokenizeRequest
 from lastrow.server.state import ApiError, ServerState
@@ -77,12 +78,12 @@ def router(state: ServerState) -> APIRouter:
     async def tokenize(request: TokenizeRequest) -> Response:
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "prompt or messages is needed, one of them")
-        if request.prompt is not None:
-            ids = await state.encode(request.prompt, request.add_special_tokens)
+        if (text := request.prompt) is not None:
+            ids = await state.prepare(lambda: state.encode(text, request.add_special_tokens), len(text))
         else:
             if request.chat_template is not None and not state.settings.trust_request_chat_template:
                 raise ApiError(400, "chat_template in a request needs --trust-request-chat-template", param="chat_template")
-            ids = state.planner.render(request)
+            ids = await state.prepare(lambda: state.planner.render(request), conversation_size(request.messages or ()))
         body: dict[str, Any] = {"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids, "token_strs": None}
         if request.return_token_strs:
             body["token_strs"] = [state.tokenizer.token_text(token) for token in ids]
@@ -98,11 +99,13 @@ def router(state: ServerState) -> APIRouter:
     @routes.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> Response:
         state.check_ids("tokens", request.tokens)
-        return json_response({"prompt": state.tokenizer.decode(request.tokens, skip_special_tokens=False)})
+        decode = state.tokenizer.decode
+        text = await state.prepare(lambda: decode(request.tokens, skip_special_tokens=False), len(request.tokens))
+        return json_response({"prompt": text})
 
     return routes
 
 
 def _model(state: ServerState, name: str, length: int | None) -> dict[str, Any]:
-    root = state.engine.config.model
+    root = state.engine.config.shape or state.engine.config.model
     return {"id": name, "object": "model", "created": state.started, "owned_by": "lastrow", "root": root, "max_model_len": length}

@@ -9,11 +9,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import ValidationError
 
-from lastrow.server.api_chat import ChatRun
+from lastrow.server.api_chat import ChatRun, prepare_chat
 from lastrow.server.http import EventStream, event, json_response, while_connected
 from lastrow.server.output_parser import ToolCallDelta
-from lastrow.server.protocol import ChatCompletionRequest, ResponsesRequest
+from lastrow.server.protocol import ChatCompletionRequest, ResponsesRequest, what_is_wrong
 from lastrow.server.state import ApiError, ServerState, as_api_error, new_id
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -51,8 +52,9 @@ def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
         fields[name] = getattr(request, name)
     try:
         return ChatCompletionRequest(**{name: value for name, value in fields.items() if value is not None})
-    except ValueError as error:
-        raise ApiError(400, str(error).replace("\n", " ")) from None
+    except ValidationError as error:
+        message, name = what_is_wrong(error.errors())
+        raise ApiError(400, message, param=name) from None
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
@@ -97,10 +99,10 @@ def _text(content: Any, where: str) -> str:
 class ResponsesRun:
     """One response: a chat with one choice, written as items."""
 
-    def __init__(self, state: ServerState, request: ResponsesRequest) -> None:
+    def __init__(self, state: ServerState, request: ResponsesRequest, chat: ChatRun) -> None:
         self.state = state
         self.request = request
-        self.chat = ChatRun(state, to_chat(request))
+        self.chat = chat
         self.id = self.chat.id = new_id("resp_")
         self.created = int(time.time())
         self._sequence = 0
@@ -110,6 +112,11 @@ class ResponsesRun:
             async for _ in steps:
                 pass
         return self._response(self._items())
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether max_output_tokens ended it, in the middle of its last item."""
+        return self.chat.choices[0].finish_reason == "length"
 
     def _items(self) -> list[dict[str, Any]]:
         choice = self.chat.choices[0]
@@ -122,11 +129,13 @@ class ResponsesRun:
             items.append(_message(new_id("msg_"), message["content"], logprobs))
         for call in message.get("tool_calls") or ():
             items.append(_call(new_id("fc_"), call["id"], call["function"]["name"], call["function"]["arguments"]))
+        if self.is_cut and items:
+            items[-1]["status"] = "incomplete"
         return items
 
     def _response(self, items: list[dict[str, Any]], status: str | None = None, error: dict[str, Any] | None = None) -> dict[str, Any]:
         request, choice = self.request, self.chat.choices[0]
-        cut = choice.finish_reason == "length"
+        cut = self.is_cut
         made: dict[str, Any] = {
             "id": self.id,
             "object": "response",
@@ -183,14 +192,14 @@ class ResponsesRun:
                     if choice.finished:
                         if not items.done and not items.is_open:
                             yield items.content("", [])
-                        yield items.close()
+                        yield items.close("incomplete" if self.is_cut else "completed")
         except Exception as error:
             if not started:
                 raise
             told = as_api_error(error).body()["error"]
             yield self._event("response.failed", response=self._response(items.done, "failed", {"code": "server_error", **told}))
             return
-        kind = "response.incomplete" if self.chat.choices[0].finish_reason == "length" else "response.completed"
+        kind = "response.incomplete" if self.is_cut else "response.completed"
         yield self._event(kind, response=self._response(items.done))
 
 
@@ -255,7 +264,7 @@ class _ItemStream:
             return made
         return made + self._run._event("response.function_call_arguments.delta", **self._place(), delta=delta.arguments)
 
-    def close(self) -> bytes:
+    def close(self, status: str = "completed") -> bytes:
         """End the open item."""
         item, text, run = self._item, self._text, self._run
         if item is None:
@@ -272,6 +281,7 @@ class _ItemStream:
             final = _message(item["id"], text, self._logprobs)
             made = run._event("response.output_text.done", **place, content_index=0, text=text, logprobs=self._logprobs)
             made += run._event("response.content_part.done", **place, content_index=0, part=final["content"][0])
+        final["status"] = status
         made += run._event("response.output_item.done", output_index=self._index, item=final)
         self.done.append(final)
         self._item = None
@@ -305,8 +315,9 @@ def router(state: ServerState) -> APIRouter:
     @routes.post("/v1/responses")
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         state.check(request)
-        state.admit()
-        run = ResponsesRun(state, request)
+        state.check_queue()
+        chat = to_chat(request)
+        run = ResponsesRun(state, request, await prepare_chat(state, chat, lambda: ChatRun(state, chat)))
         if request.stream:
             return EventStream(run.events(), end=b"")
         return json_response(await while_connected(http, run.answer()))

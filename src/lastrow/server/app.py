@@ -16,6 +16,7 @@ import lastrow
 from lastrow.server import api_cache, api_chat, api_completions, api_misc, api_responses, decisions
 from lastrow.server.async_engine import EngineDeadError
 from lastrow.server.http import ClientGone, Gate, error_response
+from lastrow.server.protocol import what_is_wrong
 from lastrow.server.state import ApiError, ServerState, as_api_error
 
 logger = logging.getLogger("lastrow.server")
@@ -65,9 +66,8 @@ def _add_handlers(app: FastAPI, state: ServerState) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return answer(ApiError(400, f"{place}: {first['msg']}" if place else str(first["msg"]), param=place or None))
+        message, name = what_is_wrong(error.errors())
+        return answer(ApiError(400, message, param=name))
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> Response:

@@ -184,6 +184,8 @@ class AsyncEngine:
                     await request.bell.wait()
                     continue
                 outputs, request.outputs = request.outputs, []
+                if failed := next((output for output in outputs if output.finish_reason == "error"), None):
+                    raise RequestRejected(str(failed.stop_reason))
                 yield outputs
         finally:
             if self._open.pop(add.request_id, None) is not None and self.death is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,6 +107,13 @@ class ChatPlanner:
             **kwargs,
         )
         return list(ids)
+
+
+def conversation_size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of the messages' contents."""
+    contents = [message.get("content") for message in messages]
+    parts = [part.get("text") for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return sum(len(text) for text in [*contents, *parts] if isinstance(text, str))
 
 
 def chosen_tools(request: ChatFields) -> tuple[list[Tool], list[tuple[str, Any]] | None]:

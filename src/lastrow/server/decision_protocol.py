@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lastrow.decisions.questions import DecisionError, content_text
-from lastrow.server.protocol import Request
+from lastrow.server.protocol import Int64, Request
 
 Truncation = Literal["left", "right", "middle"]
 
@@ -22,7 +22,7 @@ class PrefillRequest(Request):
     model: str | None = None
     instructions: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: int = 0
+    priority: Int64 = 0
     cache_salt: str | None = None
 
 

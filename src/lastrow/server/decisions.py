@@ -32,7 +32,8 @@ from lastrow.server.decision_protocol import (
     systemone_question,
 )
 from lastrow.server.http import json_response, while_connected
-from lastrow.server.state import LONG_TEXT, ApiError, ServerState, new_id
+from lastrow.server.state import ApiError, ServerState, new_id
+from lastrow.tokenizer import LONG_TEXT
 
 T = TypeVar("T")
 MAX_SETS = 64  # question sets kept ready
@@ -50,20 +51,18 @@ class DecisionService:
     async def run(self, request: PrefillRequest, make: Callable[[], Job[T]], size: int) -> T:
         """Runs a job of about `size` characters for a request. Raises ApiError."""
         state = self.state
-        state.admit()
-        state.num_active += 1
         reason = "abort"
         usage = [0]
-        try:
-            result = await self._drive(make, request, size >= LONG_TEXT, usage)
-            reason = "stop"
-            return result
-        except RequestRejected as error:
-            raise ApiError(400, str(error)) from None
-        finally:
-            state.num_active -= 1
-            state.metrics.request_started(usage[0])
-            state.metrics.request_finished(reason, 0, 0, None)
+        with state.admitted():
+            try:
+                result = await self._drive(make, request, size >= LONG_TEXT, usage)
+                reason = "stop"
+                return result
+            except RequestRejected as error:
+                raise ApiError(400, str(error)) from None
+            finally:
+                state.metrics.request_started(usage[0])
+                state.metrics.request_finished(reason, 0, 0, None)
 
     async def _drive(self, make: Callable[[], Job[T]], request: PrefillRequest, is_long: bool, usage: list[int]) -> T:
         job: list[Job[T]] = []

@@ -4,6 +4,7 @@ Text (detokenization, stop strings, parsing) is made by the server, so nothing a
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -282,6 +283,8 @@ def _build(config: EngineConfig) -> LLMEngine:
     while engine.has_unfinished_requests:
         engine.step()
     engine.scheduler.kv.reset_prefix_cache()
+    gc.collect()
+    gc.freeze()  # weights and libraries stay; looking through them again would stop a step for tens of milliseconds
     return engine
 
 

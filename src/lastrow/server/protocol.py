@@ -5,10 +5,10 @@ A field that is None was not given: the default is the model's generation_config
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.structured_output import StructuredOutputsParams
@@ -19,6 +19,36 @@ logger = logging.getLogger("lastrow.server")
 HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "modalities", "truncation"})
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _warned: set[str] = set()
+
+
+def _unicode(text: str) -> str:
+    if (wrong := next((c for c in text if "\ud800" <= c <= "\udfff"), None)) is not None:
+        raise ValueError(f"U+{ord(wrong):04X} is a lone surrogate, no Unicode text")
+    return text
+
+
+# What goes to the engine process in a message: integers of 64 bits, texts that are Unicode.
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
+def what_is_wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """(message, field) of a validation's errors: the first one, and where a field may hold several kinds, what each of them is."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return f"the body is no JSON: {first['ctx']['error']} at character {place[0]}", None
+    if not place:
+        return "the body is empty or holds no JSON object", None
+    name = _field(place)
+    messages = [str(e["msg"]) for e in errors if _field([str(part) for part in e["loc"] if part != "body"]) == name]
+    return f"{name}: {' / '.join(dict.fromkeys(messages))}", name
+
+
+def _field(place: list[str]) -> str:
+    """The path of a field without the kinds that pydantic puts behind it for a union (`prompt.list[int].0`)."""
+    kind = next((i for i, part in enumerate(place) if i and (part in ("str", "int", "float", "bool") or "[" in part)), len(place))
+    return ".".join(place[:kind])
 
 
 class ErrorInfo(BaseModel):
@@ -59,20 +89,20 @@ class SamplingFields(Request):
     n: int | None = Field(None, ge=1, le=128)
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: list[Text] | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
+    min_tokens: Int64 | None = None
+    max_tokens: Int64 | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -82,7 +112,7 @@ class SamplingFields(Request):
     stream_options: StreamOptions | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    priority: int | None = None
+    priority: Int64 | None = None
     request_id: str | None = Field(None, max_length=128)
     cache_salt: str | None = Field(None, max_length=256)
     echo: bool | None = None
@@ -123,11 +153,13 @@ class SamplingFields(Request):
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        wrong = next(token for token in bias if not token.lstrip("-").isdigit())
-        raise ValueError(f"logit_bias has the key {wrong!r}: token ids are needed") from None
+    made: dict[int, float] = {}
+    for token, value in bias.items():
+        try:
+            made[int(token)] = value
+        except ValueError:
+            raise ValueError(f"logit_bias has the key {token!r}: token ids are needed") from None
+    return made
 
 
 def _response_format(value: dict[str, Any] | None) -> dict[str, Any]:
@@ -181,7 +213,7 @@ class ChatFields(SamplingFields):
 
 
 class ChatCompletionRequest(ChatFields):
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -197,7 +229,7 @@ class ResponsesRequest(Request):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Int64 | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
@@ -207,11 +239,11 @@ class ResponsesRequest(Request):
     background: bool | None = None
     metadata: dict[str, Any] | None = None
     # Ours, as in chat completions.
-    top_k: int | None = None
+    top_k: Int64 | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: int | None = None
+    priority: Int64 | None = None
     cache_salt: str | None = Field(None, max_length=256)
 
 

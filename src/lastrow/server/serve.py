@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import signal
@@ -15,6 +16,7 @@ import uvicorn
 
 from lastrow.config import EngineConfig
 from lastrow.models.config import from_file
+from lastrow.models.shapes import named_shape
 from lastrow.server.app import create_app
 from lastrow.server.async_engine import AsyncEngine
 from lastrow.server.state import ServerSettings, ServerState
@@ -22,8 +24,6 @@ from lastrow.tokenizer import Tokenizer
 from lastrow.weights.resolve import resolve_model
 
 logger = logging.getLogger("lastrow.server")
-
-
 IMPATIENT = 0.5
 
 
@@ -58,17 +58,24 @@ class Server(uvicorn.Server):
             return
         self._first_signal = now
         self.state.draining = True
-        logger.info("draining: %d requests are running", self.state.num_active)
+        logger.info("draining: %d completions are running", self.state.num_active)
         self.should_exit = True
+
+
+def load_tokenizer(config: EngineConfig) -> tuple[Tokenizer, int]:
+    """The tokenizer and the model's vocabulary size. A named shape has weights without meaning and no tokenizer, so tiny-e's reads and
+    writes text for it: load generators that send text can measure it, too. Raises ConfigError or TokenizerError."""
+    if config.shape:
+        return Tokenizer(resolve_model("tiny-e")), named_shape(config.shape).vocab_size
+    folder = resolve_model(config.model, config.revision)
+    return Tokenizer(folder), from_file(folder).vocab_size
 
 
 def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int:
     """Returns the exit code. Raises ConfigError or TokenizerError before anything is started."""
     level = logging.getLevelNamesMapping().get(listen.log_level.upper(), logging.INFO)
     logging.basicConfig(level=level, format="%(levelname)s:     %(message)s")
-    folder = resolve_model(config.model, config.revision)
-    tokenizer = Tokenizer(folder)
-    vocab_size = from_file(folder).vocab_size
+    tokenizer, vocab_size = load_tokenizer(config)
     _warn_if_open(listen.host, settings)
     engine = AsyncEngine(config, settings.step_timeout, level)
     state = ServerState(engine, tokenizer, vocab_size, settings)
@@ -86,6 +93,8 @@ def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int
         )
     )  # fmt: skip
     server.state = state
+    gc.collect()
+    gc.freeze()  # as in the engine's process: no stream waits while the libraries are looked through
     try:
         server.run()
     finally:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.structured_output import GrammarBackend
@@ -17,9 +17,9 @@ from lastrow.server.async_engine import AsyncEngine, EngineDeadError, RequestRej
 from lastrow.server.chat import ChatPlanner
 from lastrow.server.generation import Choice
 from lastrow.server.metrics import ServerMetrics
-from lastrow.tokenizer import Tokenizer
+from lastrow.tokenizer import LONG_TEXT, Tokenizer
 
-LONG_TEXT = 20_000  # characters from which on tokenizing leaves the event loop
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -120,25 +120,43 @@ class ServerState:
         if (why := self.unhealthy) is not None:
             raise ApiError(503, why, "ServiceUnavailableError", retry_after=1)
 
-    def admit(self, count: int = 1) -> None:
-        """Refuse what would only wait. Raises ApiError 429 with Retry-After."""
+    def check_queue(self, count: int = 1) -> None:
+        """Refuse `count` more completions where they would only wait. One request that is larger than the queue is taken when nothing
+        else is there. Raises ApiError 429 with Retry-After."""
         running = self.engine.ready.max_num_seqs if self.engine.ready else 1
         limit = running + self.settings.max_queued_requests
-        if self.num_active + count > limit:
+        if self.num_active + min(count, limit) > limit:
             self.metrics.request_refused(429)
             wait = max(1, min(60, round(self._mean_seconds * (self.num_active / max(1, running) - 1))))
             raise ApiError(
                 429,
-                f"{self.num_active} requests run or wait, at most {limit} may (--max-num-seqs and --max-queued-requests)",
+                f"{self.num_active} completions run or wait, at most {limit} may (--max-num-seqs and --max-queued-requests)",
                 retry_after=wait,
             )
 
-    async def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+    @contextmanager
+    def admitted(self, count: int = 1) -> Iterator[None]:
+        """Places for `count` completions. Checked where they are taken: requests that arrive together see each other. Raises ApiError."""
+        self.check_queue(count)
+        self.num_active += count
+        try:
+            yield
+        finally:
+            self.num_active -= count
+
+    async def prepare(self, make: Callable[[], T], size: int) -> T:
+        """What `make` returns: made in a thread where it reads a text of so many characters that everybody else would wait for it."""
+        return make() if size < LONG_TEXT else await asyncio.to_thread(make)
+
+    def check_room(self, num_chars: int, num_messages: int = 0) -> None:
+        """Refuse what has too many tokens however it is read, before anybody reads it. Raises ApiError."""
+        least = max(num_messages, num_chars // self.tokenizer.max_token_chars)
+        if self.max_model_len and least >= self.max_model_len:
+            raise ApiError(400, f"the prompt has at least {least} tokens, max_model_len is {self.max_model_len}")
+
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Tokens of a prompt: one <bos> in front, unless add_special_tokens is False and the text begins with none."""
-        add_bos = add_special_tokens is not False or text.startswith(self.tokenizer.bos_token)
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, add_bos)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_bos)
+        return self.tokenizer.encode(text, add_special_tokens is not False or text.startswith(self.tokenizer.bos_token))
 
     def last_tokens(self, ids: list[int], keep: int | None) -> list[int]:
         """truncate_prompt_tokens: the last `keep` tokens of a text; its <bos> is one of them. None: all."""
@@ -169,7 +187,6 @@ class ServerState:
         cache_salt: str | None = None,
     ) -> AsyncGenerator[list[wire.Output]]:
         """Outputs of all n completions, which the reader puts into `choices`. Raises ApiError. Leaving early aborts."""
-        self.num_active += 1
         began = time.monotonic()
         rejected = False
         try:
@@ -184,7 +201,6 @@ class ServerState:
             rejected = not isinstance(error, EngineDeadError)
             raise as_api_error(error) from None
         finally:
-            self.num_active -= 1
             for i, choice in enumerate(() if rejected else choices):
                 cached = choice.num_cached_tokens if i == 0 else 0
                 timings = choice.timings if choice.finished else None
