@@ -47,6 +47,19 @@ def test_tokens_are_the_reference_through_every_kind_of_route(llm: LLM, heldout:
     assert {"tokens past the last bucket", "rows or context past the last bucket"} <= set(graphs.misses)
 
 
+def test_compiling_runs_every_kind_of_forward_and_keeps_nothing(llm: LLM) -> None:
+    graphs = llm.engine.runner.graphs
+    ran: list[int] = []
+    forward, before = graphs.model.forward, dict(graphs._of_fields)
+    graphs.model.forward = lambda batch, pool: ran.append(len(batch.input_ids)) or forward(batch, pool)
+    try:
+        graphs.compile_kernels()
+    finally:
+        del graphs.model.forward
+    assert sorted(ran) == [1, 2, 4, 8]
+    assert graphs._of_fields == before and not llm.engine.runner.pool.reader(0).k.isnan().any()
+
+
 def test_requests_that_sample_beside_others_that_do_not(llm: LLM, heldout: list[dict[str, Any]]) -> None:
     """Then only some wanted rows are sampled: the choice of rows travels with the fields."""
     rows = sorted(heldout, key=lambda row: len(row["prompt_ids"]))[:4]

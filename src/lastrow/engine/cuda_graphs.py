@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -41,6 +43,8 @@ COPYING_TOKENS = (256, 512, 1024, 1536, 2048, 3072, 4096)
 MAX_COPIES = 256  # blocks of a group that forks copy in a captured prefill
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 32768, 131072)
+KERNEL_TOKENS = (1, 65, 512, 1024)  # from each of these on, a prefill has other kernels
+COMPILING_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,8 @@ class CUDAGraphs:
     # ------------------------------------------------------------------------------------------------------ capture
     def warm_up(self) -> None:
         """Compile every kernel and capture every bucket, the largest first, so that all fit in one pool."""
+        if self.device.type == "cuda":
+            self.compile_kernels()
         b = self.buckets
         jobs: list[Callable[[], None]] = [lambda t=tokens: self._capture_before(t) for tokens in reversed(b.tokens)]
         jobs += [lambda t=tokens: self._capture_before(t, MAX_COPIES) for tokens in reversed(b.copying)]
@@ -205,6 +211,28 @@ class CUDAGraphs:
             job()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def compile_kernels(self) -> None:
+        """One forward of every kind, in threads: Triton compiles outside Python's lock, so a start without its cache takes as long as
+        the slowest forward's kernels and not as all of them one after the other. Nothing is captured or kept."""
+        b = self.buckets
+        sizes = {smallest(b.tokens, least) or b.tokens[-1] for least in KERNEL_TOKENS}
+        jobs: list[Callable[[CUDAGraphs], None]] = [lambda g, t=tokens: g._capture_before(t) for tokens in sizes]
+        jobs += [lambda g, t=tokens: g._capture_before(t, MAX_COPIES) for tokens in b.copying[:1]]
+        for rows in b.rows:
+            jobs += [lambda g, r=rows: g._capture_whole(r, b.contexts[-1]), lambda g, r=rows: g._capture_behind(r, b.contexts[-1])]
+        with ThreadPoolExecutor(COMPILING_THREADS) as threads:
+            list(threads.map(lambda job: job(self._scratch()), jobs))
+
+    def _scratch(self) -> CUDAGraphs:
+        """These graphs with nothing captured and fields of their own, to run forwards beside others."""
+        made = copy(self)
+        made._make_replay = _run_once
+        made._fields_memory = torch.zeros_like(self._fields_memory)
+        x, h, ids = self._rows
+        made._rows = (torch.zeros_like(x), torch.zeros_like(h), torch.zeros_like(ids))
+        made._decode, made._every_row, made._before, made._copying, made._behind, made._of_fields = {}, {}, {}, {}, {}, {}
+        return made
 
     def _capture_before(self, tokens: int, copies: int = 0) -> None:
         """copies: blocks that forks may copy; a graph of its own, because each owner then has one launch more."""
@@ -323,6 +351,11 @@ class CUDAGraphs:
         ids = resolve_inflight(t["ids"], t["seq_index"], self.inputs.last_sampled)
         rows = self._single_rows(fields, "", context, plan)
         return ForwardBatch(ids, rows, (t["slots_full"], t["slots_sliding"]), t["logits_indices"].view(torch.int64), wanted)
+
+
+def _run_once(forward: Forward) -> Forward:
+    forward()
+    return forward
 
 
 class _CUDACapture:
