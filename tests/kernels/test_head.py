@@ -47,7 +47,9 @@ def test_label_rows_are_the_columns_of_the_whole(device, dtype, cap, labels):
     h, table = case(device, dtype)
     ids = torch.randint(0, table.shape[0], (labels,), device=device)
     got = head.triton_labels(h, table, ids, cap)
-    assert_logits(got, head.reference(h, table, cap)[:, ids], moved(h, table, cap)[:, ids])
+    # not from bf16 operands: the vendor's matmul may add partial sums up in bf16, which moved a logit of 0.05 by 0.007 on an H200
+    expected = head.softcap((h.float() @ table[ids].float().T).to(dtype), cap)
+    assert_logits(got, expected, moved(h, table, cap)[:, ids])
     assert torch.equal(head.triton_labels(h[1:2].contiguous(), table, ids[-1:], cap), got[1:2, -1:])
 
 

@@ -119,8 +119,8 @@ def combine_argmax_kernel(value_ptr, id_ptr, out_ptr, parts, size, PARTS: tl.con
     i = tl.arange(0, PARTS)
     value = tl.load(value_ptr + r * parts + i, mask=i < parts, other=-float("inf"))
     ids = tl.load(id_ptr + r * parts + i, mask=i < parts, other=size)
-    first = tl.min(tl.where(value == tl.max(value, 0), ids, size - 1), 0)  # a row of NaN: the last id, not one outside
-    tl.store(out_ptr + r, first.to(tl.int64))
+    first = tl.min(tl.where(value == tl.max(value, 0), ids, size - 1), 0)
+    tl.store(out_ptr + r, tl.minimum(first, size - 1).to(tl.int64))  # a row of NaN: some id, not one outside
 
 
 def reference_argmax(logits: torch.Tensor) -> torch.Tensor:
