@@ -21,7 +21,7 @@ def llm() -> LLM:
     llm = LLM("tiny-e", max_num_seqs=16, max_num_batched_tokens=192)
     runner = llm.engine.runner
     runner.inputs.tile_rows = (16,)
-    graphs = CUDAGraphs(llm.engine.runner.model, runner.pool, runner.inputs, BUCKETS, capture=lambda forward: forward)
+    graphs = CUDAGraphs(llm.engine.runner.model, runner.pool, runner.inputs, BUCKETS, capture=lambda forward, ran: forward)
     graphs.warm_up()
     runner.use_graphs(graphs)
     llm.engine.depth = 1  # a step is launched before the tokens of the one before it are read

@@ -47,12 +47,12 @@ def load_kv_tile(
     return k, v, k_scale, v_scale
 
 
-@jit(do_not_specialize=["splits"])
+@jit(do_not_specialize=["splits", "chunk"])
 def split_attention_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, seq_ptr, table_ptr, part_ptr, ml_ptr, out_ptr,
-    table_stride, splits,
+    table_stride, splits, chunk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, WINDOW: tl.constexpr, GP: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, GP: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """program (row x K/V head, split). Splits past a row's length end at once and leave nothing behind."""
@@ -63,7 +63,7 @@ def split_attention_kernel(
     c = tl.program_id(1)
     n = tl.load(positions_ptr + r) + 1
     low = first_key(n, WINDOW)
-    base = (low // CHUNK + c) * CHUNK
+    base = (low // chunk + c) * chunk
     if base < n:
         table = table_ptr + tl.load(seq_ptr + r).to(tl.int64) * table_stride
         h = tl.arange(0, GP)
@@ -73,7 +73,7 @@ def split_attention_kernel(
         m = tl.full([GP], -1e30, tl.float32)
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, D], tl.float32)
-        for n0 in tl.range(tl.maximum(base, low // BN * BN), tl.minimum(base + CHUNK, n), BN, num_stages=STAGES):
+        for n0 in tl.range(tl.maximum(base, low // BN * BN), tl.minimum(base + chunk, n), BN, num_stages=STAGES):
             cols = n0 + tl.arange(0, BN)
             ok = (cols < n) & (cols >= low)
             slot = tl.load(table + n0 // BLOCK_SIZE) * BLOCK_SIZE + n0 % BLOCK_SIZE + tl.arange(0, BN)
@@ -96,15 +96,15 @@ def split_attention_kernel(
 
 @jit(do_not_specialize=["splits"])
 def combine_splits_kernel(
-    part_ptr, ml_ptr, positions_ptr, out_ptr, splits,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
+    part_ptr, ml_ptr, positions_ptr, out_ptr, splits, chunk,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """program (row, head): its splits in ascending order."""
     G: tl.constexpr = HEADS // KV_HEADS
     r = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     n = tl.load(positions_ptr + r) + 1
-    used = tl.cdiv(n, CHUNK) - first_key(n, WINDOW) // CHUNK
+    used = tl.cdiv(n, chunk) - first_key(n, WINDOW) // chunk
     d = tl.arange(0, D)
     m = -1e30
     total = 0.0
@@ -168,10 +168,10 @@ def triton(
         positions = rows.positions[a:b]
         split_attention_kernel[((b - a) * kv_heads, splits)](
             q[a:b], kv.k, kv.v, kv.k_scale, kv.v_scale, positions, rows.seq_index[a:b], block_table, part, ml, out[a:b],
-            block_table.stride(0), splits, heads, kv_heads, d, keys or key_tile(d, kv.block_size, q.dtype), kv.block_size,
-            chunk, window, max(16, next_power_of_2(heads // kv_heads)), kv.is_quantized,
+            block_table.stride(0), splits, chunk, heads, kv_heads, d, keys or key_tile(d, kv.block_size, q.dtype), kv.block_size,
+            window, max(16, next_power_of_2(heads // kv_heads)), kv.is_quantized,
             "ieee" if q.dtype is torch.float32 else "tf32", stages, num_warps=warps,
         )  # fmt: skip
         if splits > 1:
-            combine_splits_kernel[(b - a, heads)](part, ml, positions, out[a:b], splits, heads, kv_heads, d, chunk, window, num_warps=2)
+            combine_splits_kernel[(b - a, heads)](part, ml, positions, out[a:b], splits, chunk, heads, kv_heads, d, window, num_warps=2)
     return out
