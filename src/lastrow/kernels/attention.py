@@ -23,12 +23,31 @@ def reference(q: torch.Tensor, kv: PagedKV, rows: QueryRows, block_table: torch.
     parts = []
     first = 0
     for count in rows.q_lens:
-        if count:
+        if count == 1 and q.dtype is torch.float32:
+            parts.append(_one_row(q[first], *_keys_of_row(kv, rows, first, block_table, window)))
+        elif count:
             blocks = block_table[int(rows.seq_index[first])]
             positions = rows.positions[first : first + count]
             parts += _sequence(q[first : first + count], kv, blocks, positions, window)
         first += count
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(q)
+
+
+def _one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q [heads, d], k [kv_heads, d, n], v [kv_heads, n, d] -> [1, heads, d]: one row sees all n keys. fp32: the scores are not rounded."""
+    scores = torch.bmm(q.view(k.shape[0], -1, q.shape[1]), k)
+    return torch.bmm(torch.softmax(scores, -1), v).view(1, *q.shape)
+
+
+def _keys_of_row(kv: PagedKV, rows: QueryRows, row: int, block_table: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [kv_heads, d, n] and V [kv_heads, n, d] that `row` sees, gathered once for all layers that read the same K/V."""
+    source, k, v = rows.gathered.get((row, window), (0, None, None))
+    if k is None or v is None or source != kv.k.data_ptr():
+        end = int(rows.positions[row]) + 1
+        keys, values = kv_cache.load(kv, block_table[int(rows.seq_index[row])], max(end - window, 0) if window else 0, end, torch.float32)
+        k, v = keys.permute(1, 2, 0), values.transpose(0, 1)
+        rows.gathered[row, window] = (kv.k.data_ptr(), k, v)
+    return k, v
 
 
 def _sequence(q: torch.Tensor, kv: PagedKV, blocks: torch.Tensor, positions: torch.Tensor, window: int) -> list[torch.Tensor]:

@@ -25,7 +25,8 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     few = m <= BATCHED_ROWS and k <= BATCHED_K and x.dtype is torch.float32 and x.device.type == "cpu"
     if not few or n % PARTS or not weight.is_contiguous():
         return F.linear(x, weight)
-    return torch.bmm(weight.view(PARTS, n // PARTS, k), x.t().expand(PARTS, k, m)).view(n, m).t().contiguous()
+    y = torch.bmm(weight.view(PARTS, n // PARTS, k), x.t().expand(PARTS, k, m)).view(n, m)
+    return y.view(1, n) if m == 1 else y.t().contiguous()
 
 
 @jit(do_not_specialize=["M"])

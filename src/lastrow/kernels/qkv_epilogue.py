@@ -31,7 +31,7 @@ def reference(
     Writes K (normed, rotated) and V (normed without weight) of every row at its slot; a negative slot writes nothing.
     Returns q [T, heads, head_dim] normed and rotated, or None without q_weight."""
     tokens = qkv.shape[0]
-    cos_sin = rope[positions.long()]
+    cos_sin = rope.index_select(0, positions)
     heads = qkv.view(tokens, -1, head_dim)
     stored = 0 if kv is None else kv_heads * (1 if k_eq_v else 2)
     num_q = heads.shape[1] - stored

@@ -22,11 +22,13 @@ def rope_table(
 
 def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """x [T, heads, d], cos_sin [T, 2, d // 2]: element j turns with element j + d/2."""
-    cos, sin = cos_sin[:, None, 0], cos_sin[:, None, 1]
-    a, b = x.chunk(2, -1)
+    cos, sin = cos_sin.unsqueeze(1).unbind(2)
+    pairs = x.view(*x.shape[:-1], 2, -1)
+    a, b = pairs.unbind(2)
     if x.dtype is not torch.float32:  # every product rounds, as in transformers
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    out = x.view(*x.shape[:-1], 2, -1) * cos[:, :, None]
-    out[:, :, 0].addcmul_(b, sin, value=-1)
-    out[:, :, 1].addcmul_(a, sin)
+    out = pairs * cos.unsqueeze(2)
+    left, right = out.unbind(2)
+    left.addcmul_(b, sin, value=-1)
+    right.addcmul_(a, sin)
     return out.view(x.shape)

@@ -29,7 +29,9 @@ class QueryRows:
     tiled one. Both give a row the same bits in any company, but not the same bits as each other, so batch invariance
     asks for "tiled" before the cut and "rows" behind it.
     tiles: device tile lists by rows per tile, [n, 5] int32 as `tile_array` makes them, filled on first use. A runner that
-    replays graphs puts its own buffers here."""
+    replays graphs puts its own buffers here.
+    gathered: K and V that the reference's attention read last, by (row, window), with where they came from: layers that share K/V
+    read the same. A layer's K/V does not change between two reads through one QueryRows."""
 
     positions: torch.Tensor
     seq_index: torch.Tensor
@@ -39,6 +41,7 @@ class QueryRows:
     num_single: int = 0
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
     plan: AttentionPlan = "auto"
+    gathered: dict[tuple[int, int], tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @property
     def num_rows(self) -> int:
