@@ -72,6 +72,20 @@ def test_own_key_is_read_back_from_its_8_bit_slot(device, form):
     check(*build("window across splits", CASES, form, torch.float32, device, True), 2e-5, config=SMALL)
 
 
+@pytest.mark.parametrize("warps", [1, 2])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["several splits", "window across splits", "one query head each"])
+def test_steps_in_flight(device, name, form, warps):
+    """The path of long contexts; an 8-bit V changes the order of its columns there, by the number of warps."""
+    config = decode_attention.DecodeConfig(32, 16, 3, warps)
+    check(*build(name, CASES, form, torch.float32, device, True), 2e-5, config=config)
+
+
+def test_a_window_bounds_the_splits_of_a_long_context():
+    assert decode_attention.decode_config(64, 8192, 512) == decode_attention.decode_config(64, 512)
+    assert decode_attention.decode_config(64, 8192).chunk == 1024
+
+
 def test_value_is_the_raw_key_when_asked(device):
     check(*build("several splits", CASES, "auto", torch.float32, device, True, k_eq_v=True), 2e-5, config=SMALL)
 
@@ -92,5 +106,9 @@ def test_a_padding_row_stores_nothing_and_leaves_the_others_alone(device):
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_real_shapes_in_bf16(name, form, own, rows):
     args, keys = build(name, REAL, form, torch.bfloat16, "cuda", own, block_size=64)
-    config = decode_attention.decode_config(rows, 512)
-    check(args, keys, 4e-3, pdl=rows > 1, config=config)  # as in test_attention: the result is rounded once, the probabilities once
+    d, window, pool = args[4], args[8], args[6]
+    for kv_len in (512, 8192):
+        config = decode_attention.decode_config(rows, kv_len, window, d, form != "auto")
+        mine = PagedKV(*(None if t is None else t.clone() for t in (pool.k, pool.v, pool.k_scale, pool.v_scale)))
+        # as in test_attention: the result is rounded once, the probabilities once
+        check((*args[:6], mine, *args[7:]), keys, 4e-3, pdl=rows > 1, config=config)

@@ -10,12 +10,14 @@ random bf16 inputs. --dry runs everything once, untimed, to fill Triton's cache;
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from lastrow.kernels import (
     geglu,
     gemv,
     head,
+    kv_cache,
     matmul,
     ple_gate,
     ple_inputs,
@@ -220,6 +223,63 @@ def bench_rows(b: Bench) -> None:
                 )  # fmt: skip
 
 
+FORMS = {"auto": BF16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+LONG = {  # (keys, stages, warps) by head dim; the first is the one of short contexts
+    512: ((64, 2, 8), (32, 3, 4), (32, 4, 4), (16, 3, 4), (16, 4, 4), (64, 3, 4), (64, 3, 8), (32, 3, 8), (32, 1, 4)),
+    256: ((64, 2, 8), (64, 3, 4), (32, 3, 4), (32, 4, 4), (64, 1, 8), (32, 1, 4)),
+}
+
+
+def bench_decode(b: Bench, context: int = 7936) -> None:
+    """decode_attention over long contexts: configurations by storage format. Copies of a call read other keys, so that the
+    L2 cache does not answer."""
+    for d, window in ((512, 0), (256, 512)):
+        full, every, table = prompts([context] * 64, d)
+        w, rope = near_one(d), rope_table(d, 1e4, context, None, BF16, "cuda")
+        counters = torch.zeros(1024, dtype=torch.int32, device="cuda")
+        for form, storage in FORMS.items():
+            kv = full
+            if storage is not BF16:
+                (k, ks), (v, vs) = (kv_cache.quantize(x, storage) for x in (full.k, full.v))
+                kv = PagedKV(k, v, ks, vs)
+            for r in (64, 1):
+                qkv, slots = rnd(r, 10 * d), torch.full((r,), -1, dtype=torch.int32, device="cuda")
+                copies = 1 if r * (window or context) > 100_000 else 8
+                index = torch.arange(r, dtype=torch.int32, device="cuda")
+                calls = [QueryRows(torch.full_like(index, context - 1 - (600 * i if r > 1 else 0)), index + (i if r == 1 else 0),
+                                   every.block_tables, (1,) * r, (context,) * r, r) for i in range(copies)]  # fmt: skip
+
+                def run(config: decode_attention.DecodeConfig) -> torch.Tensor:
+                    outs = [decode_attention.triton(qkv, rows, rope, w, d, EPS, kv, table, window, w, slots, counters=counters,
+                                                    config=config) for rows in calls]  # fmt: skip
+                    return outs[0]
+
+                def compiled(config: decode_attention.DecodeConfig) -> None:
+                    with contextlib.suppress(Exception):  # compare() says what does not fit
+                        run(config)
+
+                chunks = (64, 128, 256) if r == 1 else (128, 256, 512) if window else (512, 1024)
+                shapes = LONG[d] if r > 1 else LONG[d][:4]
+                configs = [decode_attention.DecodeConfig(max(c, s[0]), *s) for s in shapes for c in chunks]
+                configs.insert(0, decode_attention.decode_config(r, context, window, d, kv.is_quantized))
+                if r > 1:  # compile in threads
+                    with ThreadPoolExecutor(16) as pool:
+                        list(pool.map(compiled, configs[1 :: len(chunks)]))
+                    torch.cuda.synchronize()
+                few = min(r, 2)
+                q = qkv_epilogue.triton(qkv[:, : 8 * d].contiguous(), calls[0].positions, rope, w, d, EPS)
+                small = QueryRows(calls[0].positions[:few], index[:few], every.block_tables, (1,) * few, (context,) * few)
+                assert q is not None
+                b.compare(
+                    "decode", f"{form} d{d} window {window} context {context} rows {r}",
+                    {f"{'chosen ' if i == 0 else ''}{c.chunk}/{c.keys}/{c.stages}/{c.warps}": lambda c=c: run(c)
+                     for i, c in enumerate(configs)},
+                    unit="TB/s", work=2.0 * r * (window or context) * (d * kv.k.element_size() + (4 if kv.is_quantized else 0)),
+                    expected=attention.reference(q[:few].float(), kv, small, table, window), view=lambda x, few=few: x[:few],
+                    graph=copies,
+                )  # fmt: skip
+
+
 # ----------------------------------------------------------------------------------------------------------- elementwise
 def bench_elementwise(b: Bench, m: int = 32768) -> None:
     h, x, w1, w2, scalar = rnd(m, H), rnd(m, H), near_one(H), near_one(H), torch.tensor([0.7], device="cuda", dtype=BF16)
@@ -396,7 +456,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 SECTIONS = {
-    "attention": bench_attention, "rows": bench_rows, "elementwise": bench_elementwise, "matmul": bench_matmul,
+    "attention": bench_attention, "rows": bench_rows, "decode": bench_decode, "elementwise": bench_elementwise, "matmul": bench_matmul,
     "invariance": bench_invariance, "gemv": bench_gemv, "head": bench_head,
     "centroid": bench_centroid,
 }  # fmt: skip

@@ -93,14 +93,15 @@ def _head(device: str) -> None:
         head.triton_logsumexp(_new(device, r, 1536), table, 30.0)
 
 
-def _decode(heads: int, kv_heads: int, d: int, window: int, form: str, own: bool = True) -> Callable[[str], None]:
+def _decode(heads: int, kv_heads: int, d: int, window: int, form: str, own: bool = True, long: bool = False) -> Callable[[str], None]:
     def case(device: str) -> None:
         r, table = rows(device, [1, 1])
+        config = decode_attention.decode_config(64, 8192, window, d, form != "auto") if long else None
         width = heads + (2 * kv_heads if own else 0)
         w, slots = _new(device, d), _new(device, 2, dtype=torch.int32)
         args = (_new(device, 2, width * d), r, _new(device, 64, 2, d // 2), w, d, EPS, pool(device, kv_heads, d, form), table, window)
         keys = dict(k_weight=w, slots=slots) if own else {}
-        decode_attention.triton(*args, **keys, counters=_new(device, 128, dtype=torch.int32), pdl=True)
+        decode_attention.triton(*args, **keys, counters=_new(device, 128, dtype=torch.int32), pdl=True, config=config)
 
     return case
 
@@ -150,6 +151,7 @@ for _form in STORAGE:
     CASES |= {
         f"decode sliding {_form}": _decode(8, 1, 256, 512, _form),
         f"decode full {_form}": _decode(8, 1, 512, 0, _form),
+        f"decode long {_form}": _decode(8, 1, 512, 0, _form, long=True),
         f"qkv sliding {_form}": _qkv(8, 1, 256, _form),
         f"qkv full {_form}": _qkv(8, 1, 512, _form),
         f"attention sliding {_form}": _attention(attention.triton, 8, 1, 256, 512, _form),

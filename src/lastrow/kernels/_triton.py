@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # the kernels' language is not Python's: types stop here
         constexpr: TypeAlias = Any
 
     L2E: Any
+    FP8_BITS: Any
+    FP8_TO_BF16: Any
     HAS_TRITON: bool
     INTERPRETED: bool
 
@@ -55,6 +57,21 @@ else:
             return Kernel if fn is None else Kernel(fn)
 
     L2E = tl.constexpr(1.4426950408889634)  # log2(e): softmax by exp2
+    FP8_BITS = tl.constexpr(HAS_TRITON and not INTERPRETED)  # whether PTX runs
+    FP8_TO_BF16 = tl.constexpr("""{
+        .reg .b32 a, b, c, d, bias;
+        mov.b32 bias, 0x7b807b80;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        shr.u32 c, a, 4;
+        shr.u32 d, b, 4;
+        and.b32 c, c, 0x07f007f0;
+        and.b32 d, d, 0x07f007f0;
+        lop3.b32 a, a, 0x80008000, c, 0xea;
+        lop3.b32 b, b, 0x80008000, d, 0xea;
+        mul.rn.bf16x2 $0, a, bias;
+        mul.rn.bf16x2 $1, b, bias;
+    }""")  # four e4m3 to four bf16: sign, exponent and mantissa into place, times 2^120
 
 
 def cdiv(a: int, b: int) -> int:
@@ -75,6 +92,6 @@ def gelu_tanh(x):
 
 
 __all__ = [
-    "HAS_TRITON", "INTERPRETED", "L2E", "TensorDescriptor", "cdiv", "gdc_launch_dependents", "gdc_wait", "gelu_tanh", "jit",
-    "next_power_of_2", "round_to", "tl",
+    "FP8_BITS", "FP8_TO_BF16", "HAS_TRITON", "INTERPRETED", "L2E", "TensorDescriptor", "cdiv", "gdc_launch_dependents", "gdc_wait",
+    "gelu_tanh", "jit", "next_power_of_2", "round_to", "tl",
 ]  # fmt: skip

@@ -8,7 +8,18 @@ from typing import Any
 import torch
 
 from lastrow.kernels import attention, qkv_epilogue
-from lastrow.kernels._triton import INTERPRETED, L2E, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, round_to, tl
+from lastrow.kernels._triton import (
+    FP8_BITS,
+    FP8_TO_BF16,
+    INTERPRETED,
+    L2E,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    next_power_of_2,
+    round_to,
+    tl,
+)
 from lastrow.kernels.attention import softmax_step
 from lastrow.kernels.attention_rows import first_key, split_count
 from lastrow.kernels.kv_cache import PagedKV, store_heads
@@ -22,7 +33,8 @@ PROGRAMS = 512
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """chunk: keys of a split. keys: of one step. stages: steps in flight."""
+    """chunk: keys of a split. keys: of one step. stages: up to 2, the first step's keys are loaded before the kernel in front ends
+    and no load overlaps a step's arithmetic; from 3 on, stages - 1 steps are in flight."""
 
     chunk: int
     keys: int
@@ -30,12 +42,19 @@ class DecodeConfig:
     warps: int = 8
 
 
-def decode_config(rows: int, max_kv_len: int) -> DecodeConfig:
+def decode_config(rows: int, max_kv_len: int, window: int = 0, head_dim: int = 256, quantized: bool = False) -> DecodeConfig:
     """Best found on an H200 for the shapes of E2B at 256 keys: one row needs every split it can get, many rows fill the card with
-    few, and the combination of splits costs each of them. Long contexts get larger chunks for the same reason."""
+    few, and the combination of splits costs each of them. Long contexts (of what the window leaves) get larger chunks for the
+    same reason.
+
+    Long 8-bit contexts, by what the compiler says of sm_90: 4 warps and tiles of 32 KB, two in flight, leave room for two programs
+    an SM, one of which loads while the other converts; with 64 keys of 512 and 8 warps there is one, and it spills."""
     chunk = 32 if rows == 1 else 64 if rows <= 32 else 128
-    long = next_power_of_2(max(rows, 4) * max_kv_len) // PROGRAMS
-    return DecodeConfig(max(chunk, min(1024, long)), min(chunk, 64), 2 if chunk > 64 else 1)
+    long = next_power_of_2(max(rows, 4) * (min(max_kv_len, window) if window else max_kv_len)) // PROGRAMS
+    chunk = max(chunk, min(1024, long))
+    if quantized and chunk >= 256:
+        return DecodeConfig(chunk, 32 if head_dim > 256 else 64, 3, 4)
+    return DecodeConfig(chunk, min(chunk, 64), 2 if chunk > 64 else 1)
 
 
 def reference(
@@ -97,18 +116,39 @@ def attend_keys(qa, qb, k1, k2, v, k_scale, v_scale, ok, m, total, acc, QUANT_MA
     return m, total, acc
 
 
+@jit
+def widen(x, dtype: tl.constexpr):
+    """Stored K or V in dtype, exactly. e4m3 to bf16 costs a slow F2F per value where the compiler does it (through fp16, 16 a
+    clock); here the bits move into place, and times 2^120 sets the exponent's bias."""
+    if FP8_BITS and x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(FP8_TO_BF16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return x.to(dtype)
+
+
+@jit
+def swap_columns(x, ROWS: tl.constexpr, D: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """Columns of x [ROWS, D] in each group of A * B: a * B + b -> b * A + a."""
+    return x.reshape(ROWS, D // (A * B), A, B).permute(0, 1, 3, 2).reshape(ROWS, D)
+
+
 @jit(do_not_specialize=["splits", "plane", "chunk"])
 def decode_attention_kernel(
     qkv_ptr, qkv_stride, positions_ptr, seq_ptr, slots_ptr, table_ptr, table_stride, rope_ptr, q_weight_ptr, k_weight_ptr,
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, part_ptr, ml_ptr, counter_ptr, out_ptr, splits, plane, chunk, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, OWN: tl.constexpr, K_EQ_V: tl.constexpr,
-    QUANT_MAX: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    QUANT_MAX: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """program (row x K/V head, split). The split that holds the row's own position also stores its K and V; the last program
     of a row and head to arrive combines the splits in ascending order."""
     G: tl.constexpr = HEADS // KV_HEADS
     HD: tl.constexpr = D // 2
+    # Of an 8-bit V the dot wants single bytes, one column of several keys a thread. Its columns change places, so that the
+    # BYTES adjacent ones of a key that a thread reads at once are those of its tiles: lanes and warps make LANES of a row.
+    LANES: tl.constexpr = 8 * WARPS if 8 * WARPS < D else D
+    BYTES: tl.constexpr = 16 if 16 * LANES < D else D // LANES
+    SWAP: tl.constexpr = STAGES > 2 and QUANT_MAX > 0 and BYTES > 1
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     r = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -128,9 +168,12 @@ def decode_attention_kernel(
         own_row = (tl.load(table + (n - 1) // BLOCK_SIZE) * BLOCK_SIZE + (n - 1) % BLOCK_SIZE).to(tl.int64) * KV_HEADS + kv_head
         begin = tl.maximum(base, low // BN * BN)
         end = tl.minimum(base + chunk, n - 1)  # of the keys of earlier steps
-        k1, k2, v, k_scale, v_scale, ok = load_keys(
-            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, begin, low, end, kv_head, BN, BLOCK_SIZE, KV_HEADS, D, QUANT_MAX, dtype
-        )
+        if STAGES <= 2:
+            k1, k2, v, k_scale, v_scale, ok = load_keys(
+                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, begin, low, end, kv_head, BN, BLOCK_SIZE, KV_HEADS, D, QUANT_MAX, dtype
+            )
+        else:
+            block = tl.load(table + tl.minimum(begin, n - 1) // BLOCK_SIZE)
         if PDL:
             gdc_launch_dependents()
             gdc_wait()
@@ -162,19 +205,46 @@ def decode_attention_kernel(
         if newest:
             ka = tl.load(k_ptr + own_row * D + j).to(tl.float32)
             kb = tl.load(k_ptr + own_row * D + HD + j).to(tl.float32)
-            one_v = tl.load(v_ptr + own_row * D + d).to(tl.float32)
+            own_d = d
+            if SWAP:
+                own_d = d // (LANES * BYTES) * (LANES * BYTES) + d % LANES * BYTES + d % (LANES * BYTES) // LANES
+            one_v = tl.load(v_ptr + own_row * D + own_d).to(tl.float32)
             m = tl.sum(qa.to(tl.float32) * ka[None, :], 1) + tl.sum(qb.to(tl.float32) * kb[None, :], 1)
             if QUANT_MAX > 0:
                 m = m * tl.load(k_scale_ptr + own_row)
                 one_v = one_v * tl.load(v_scale_ptr + own_row)
             total += 1.0
             acc += one_v[None, :]
-        m, total, acc = attend_keys(qa, qb, k1, k2, v, k_scale, v_scale, ok, m, total, acc, QUANT_MAX, PRECISION)
-        for n0 in tl.range(begin + BN, end, BN, num_stages=STAGES):
-            k1, k2, v, k_scale, v_scale, ok = load_keys(
-                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, n0, low, end, kv_head, BN, BLOCK_SIZE, KV_HEADS, D, QUANT_MAX, dtype
-            )
+        if STAGES <= 2:
             m, total, acc = attend_keys(qa, qb, k1, k2, v, k_scale, v_scale, ok, m, total, acc, QUANT_MAX, PRECISION)
+            for n0 in tl.range(begin + BN, end, BN, num_stages=STAGES):
+                k1, k2, v, k_scale, v_scale, ok = load_keys(
+                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, n0, low, end, kv_head, BN, BLOCK_SIZE, KV_HEADS, D, QUANT_MAX, dtype
+                )
+                m, total, acc = attend_keys(qa, qb, k1, k2, v, k_scale, v_scale, ok, m, total, acc, QUANT_MAX, PRECISION)
+        else:
+            k_scale = tl.full([BN], 1.0, tl.float32)
+            v_scale = tl.full([BN], 1.0, tl.float32)
+            for n0 in tl.range(begin, end, BN, num_stages=STAGES):
+                cols = n0 + tl.arange(0, BN)
+                row = (block * BLOCK_SIZE + n0 % BLOCK_SIZE + tl.arange(0, BN)).to(tl.int64) * KV_HEADS + kv_head
+                # the next tile's block number comes a step ahead: a load that waits for a load halves the stages
+                block = tl.load(table + tl.minimum(n0 + BN, n - 1) // BLOCK_SIZE)
+                # keys outside [low, end) are read, finite (kv_cache.finite), and weigh nothing: a mask costs instructions
+                half = k_ptr + row[:, None] * D + j[None, :]
+                k1 = widen(tl.load(half), dtype)
+                k2 = widen(tl.load(half + HD), dtype)
+                v = tl.load(v_ptr + row[:, None] * D + d[None, :])
+                if SWAP:
+                    v = swap_columns(v, BN, D, LANES, BYTES)
+                v = widen(v, dtype)
+                if QUANT_MAX > 0:
+                    k_scale = tl.load(k_scale_ptr + row)
+                    v_scale = tl.load(v_scale_ptr + row)
+                ok = (cols < end) & (cols >= low)
+                m, total, acc = attend_keys(qa, qb, k1, k2, v, k_scale, v_scale, ok, m, total, acc, QUANT_MAX, PRECISION)
+            if SWAP:
+                acc = swap_columns(acc, GP, D, BYTES, LANES)
         if used == 1:
             out = out_ptr + (r.to(tl.int64) * HEADS + kv_head * G + h)[:, None] * D + d[None, :]
             tl.store(out, (acc / total[:, None]).to(dtype), mask=(h < G)[:, None])
@@ -237,7 +307,7 @@ def triton(
     out = torch.empty(r, heads, head_dim, device=qkv.device, dtype=q_weight.dtype)
     if not r:
         return out
-    c = config or decode_config(r, rows.max_kv_len)
+    c = config or decode_config(r, rows.max_kv_len, window, head_dim, kv.is_quantized)
     splits = split_count(rows.max_kv_len, window, c.chunk)
     part = torch.empty(r * splits * heads * head_dim, device=qkv.device, dtype=torch.float32)
     ml = torch.empty(r * splits * heads * 2, device=qkv.device, dtype=torch.float32)
@@ -249,7 +319,7 @@ def triton(
         kv.k, kv.v, kv.k_scale, kv.v_scale, part, ml, counters, out, splits, r * width, c.chunk, eps,
         heads, kv_heads, head_dim, keys, kv.block_size, window,
         max(16, next_power_of_2(heads // kv_heads)), next_power_of_2(heads // kv_heads), own, k_eq_v, kv.quant_max,
-        "ieee" if exact else "tf32", splits_of(qkv), c.stages, pdl,
+        "ieee" if exact else "tf32", splits_of(qkv), c.stages, pdl, c.warps,
         num_warps=c.warps, **pdl_launch(pdl),
     )  # fmt: skip
     return out
