@@ -237,11 +237,25 @@ def bench_decode(b: Bench, context: int = 7936) -> None:
         full, every, table = prompts([context] * 64, d)
         w, rope = near_one(d), rope_table(d, 1e4, context, None, BF16, "cuda")
         counters = torch.zeros(1024, dtype=torch.int32, device="cuda")
+        pools = {}
         for form, storage in FORMS.items():
-            kv = full
+            pools[form] = full
             if storage is not BF16:
                 (k, ks), (v, vs) = (kv_cache.quantize(x, storage) for x in (full.k, full.v))
-                kv = PagedKV(k, v, ks, vs)
+                pools[form] = PagedKV(k, v, ks, vs)
+
+        def compiled(case: tuple[PagedKV, decode_attention.DecodeConfig]) -> None:
+            qkv, slots = rnd(1, 10 * d), torch.full((1,), -1, dtype=torch.int32, device="cuda")
+            rows = QueryRows(slots + context, slots + 1, every.block_tables, (1,), (context,), 1)
+            with contextlib.suppress(Exception):  # compare() says what does not fit
+                decode_attention.triton(qkv, rows, rope, w, d, EPS, case[0], table, window, w, slots, counters=counters, config=case[1])
+
+        with ThreadPoolExecutor(16) as threads:
+            one = decode_attention.decode_config(1, context, window, d)
+            shapes = (*LONG[d], (one.keys, one.stages, one.warps))
+            list(threads.map(compiled, [(kv, decode_attention.DecodeConfig(1024, *shape)) for shape in shapes for kv in pools.values()]))
+        torch.cuda.synchronize()
+        for form, kv in pools.items():
             for r in (64, 1):
                 qkv, slots = rnd(r, 10 * d), torch.full((r,), -1, dtype=torch.int32, device="cuda")
                 copies = 1 if r * (window or context) > 100_000 else 8
@@ -254,18 +268,10 @@ def bench_decode(b: Bench, context: int = 7936) -> None:
                                                     config=config) for rows in calls]  # fmt: skip
                     return outs[0]
 
-                def compiled(config: decode_attention.DecodeConfig) -> None:
-                    with contextlib.suppress(Exception):  # compare() says what does not fit
-                        run(config)
-
                 chunks = (64, 128, 256) if r == 1 else (128, 256, 512) if window else (512, 1024)
                 shapes = LONG[d] if r > 1 else LONG[d][:4]
                 configs = [decode_attention.DecodeConfig(max(c, s[0]), *s) for s in shapes for c in chunks]
                 configs.insert(0, decode_attention.decode_config(r, context, window, d, kv.is_quantized))
-                if r > 1:  # compile in threads
-                    with ThreadPoolExecutor(16) as pool:
-                        list(pool.map(compiled, configs[1 :: len(chunks)]))
-                    torch.cuda.synchronize()
                 few = min(r, 2)
                 q = qkv_epilogue.triton(qkv[:, : 8 * d].contiguous(), calls[0].positions, rope, w, d, EPS)
                 small = QueryRows(calls[0].positions[:few], index[:few], every.block_tables, (1,) * few, (context,) * few)
