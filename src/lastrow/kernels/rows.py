@@ -31,7 +31,7 @@ class QueryRows:
     tiles: device tile lists by rows per tile, [n, 5] int32 as `tile_array` makes them, filled on first use. A runner that
     replays graphs puts its own buffers here.
     gathered: K and V that the reference's attention read last, by (row, window), with where they came from: layers that share K/V
-    read the same. A layer's K/V does not change between two reads through one QueryRows."""
+    read the same. Of one pass through layers; whoever begins one clears it."""
 
     positions: torch.Tensor
     seq_index: torch.Tensor

@@ -60,6 +60,7 @@ class Gemma4Model:
     def self_decoder(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
         """Layers before the cut on every row and the cut layer's K/V. Returns that layer's residual and normed input, [T, H]."""
         cut = self.config.cut
+        batch.rows.gathered.clear()
         x, h = self.embed(batch.input_ids)
         ple = self.per_layer_inputs(x, batch.input_ids, 0, cut)
         for i in range(cut):
@@ -71,6 +72,7 @@ class Gemma4Model:
     def cross_decoder(self, x: torch.Tensor, h: torch.Tensor, ids: torch.Tensor, rows: QueryRows, pool: KVPool) -> torch.Tensor:
         """The cut layer's query half and every sharing layer on the wanted rows: x, h [R, H], ids [R] -> [R, H]."""
         cut, layers = self.config.cut, self.config.num_hidden_layers
+        rows.gathered.clear()
         embedded, _ = self.embed(ids) if self.config.has_ple else (x, h)
         ple = self.per_layer_inputs(embedded, ids, cut, layers)
         if self.is_single_row(rows):

@@ -66,6 +66,7 @@ class Gemma4Assistant:
         Queries turn at L-1 in every step (spec 5.2: transformers and llama.cpp) and read the keys up to L-2: all of them, or
         in sliding layers the last W (vLLM; transformers lets W+1 through)."""
         w, c, ops, eps = self.weights, self.config.text, self.ops, self.config.text.rms_norm_eps
+        rows.gathered.clear()
         embedded = self.target.weights.embed[token_ids.long()] * self.target.embed_scale
         x = ops.linear(torch.cat([embedded, hidden], 1), w.pre_projection)
         h = rms_norm(x, w.layers[0].input_norm, eps)
