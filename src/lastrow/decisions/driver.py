@@ -87,6 +87,7 @@ class JobDriver:
             self.engine.add_request(
                 name, unit.prompt_token_ids, unit.params, prompt_rows=unit.prompt_rows, label_token_ids=unit.label_token_ids,
                 fork_of=None if unit.parent is None else job.ids[unit.parent], fork_num_tokens=unit.fork_num_tokens,
+                is_kept=True,
             )  # fmt: skip
             self._jobs[name] = job
             self._tokens[name] = unit.num_own_tokens

@@ -27,7 +27,7 @@ Truncate = Literal["left", "right", "middle"]
 
 @dataclass(slots=True)
 class Unit:
-    """One sequence for the engine; arguments of LLMEngine.add_request.
+    """One sequence for the engine; arguments of LLMEngine.add_request. prompt_token_ids stays as it is until the unit is read.
 
     parent: index, among the units yielded together, of the one whose first fork_num_tokens tokens it shares."""
 
@@ -72,7 +72,7 @@ def label_units(
         rows = [len(root) - 1 + depth for depth in path.depths]
         ids = path.label_ids if label_ids is None or path.tokens else label_ids
         places.append(len(units))
-        units.append(Unit([*root, *path.tokens], params, rows, ids, parent, fork_at if parent is not None else 0))
+        units.append(Unit([*root, *path.tokens] if path.tokens else root, params, rows, ids, parent, fork_at if parent is not None else 0))
     return places
 
 
