@@ -330,11 +330,10 @@ class LLMEngine:
         return 0 if speculator is not None and speculator.is_drafting else self.depth
 
     @_one_at_a_time
-    def launch_ahead(self) -> None:
-        """Launch a step without reading one, where the device works by itself and has nothing to do. The prompts' last tokens go
-        with the next step, which so reads the weights behind the cut once for all."""
-        if self.depth and not self._in_flight:
-            self._launch(holds_back=True)
+    def launch_ahead(self, behind: int = 0) -> bool:
+        """Launch a step without reading one, where the device works by itself and no more than `behind` steps are in flight. The
+        prompts' last tokens go with the next step, which so reads the weights behind the cut once for all. Returns whether it did."""
+        return self.depth > 0 and len(self._in_flight) <= behind and self._launch(holds_back=True)
 
     def _launch(self, holds_back: bool = False) -> bool:
         scheduled = self.scheduler.schedule(holds_back)
