@@ -62,15 +62,17 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[int]) -> None:
         """One more reference for each block (the null block is passed over)."""
+        refs = self.ref_counts
         for block in blocks:
-            if block == NULL_BLOCK:
-                continue
-            if self.ref_counts[block] == 0:
+            count = refs[block]
+            if count == 0:
+                if block == NULL_BLOCK:  # its count stays 0
+                    continue
                 if block in self._free:
                     del self._free[block]
                 else:
                     self._plain.remove(block)
-            self.ref_counts[block] += 1
+            refs[block] = count + 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One reference less for each block (the null block is passed over). Of the blocks that become free, the first of

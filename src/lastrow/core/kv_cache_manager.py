@@ -181,10 +181,12 @@ class KVCacheManager:
     def num_fit(self, request: Request, limit: int, hit: PrefixHit = NO_HIT) -> int:
         """How many tokens (at most limit) the request can be given now, beyond what it has computed or what the hit holds."""
         blocks = self._blocks.get(request.request_id)
+        computed = request.num_computed_tokens if blocks else hit.num_tokens
         for group in self._groups:
             table, free = self._held(group, blocks, hit)
-            computed = request.num_computed_tokens if blocks else hit.num_tokens
-            limit = min(limit, (len(table) + free) * self.config.block_size - computed)
+            room = (len(table) + free) * self.config.block_size - computed
+            if room < limit:
+                limit = room
         return max(limit, 0)
 
     def can_complete(self, request: Request, hit: PrefixHit, chunked: bool) -> bool:
@@ -223,15 +225,17 @@ class KVCacheManager:
             table = blocks.tables[group]
             if wanted > len(table):
                 table.extend(self.pools[group].allocate(wanted - len(table)))
-        if not blocks.pending:
-            blocks.is_unstarted_fork = False
-            return ()
-        copies = [(g, src, blocks.tables[g][request.num_computed_tokens // size], tokens) for g, src, tokens in blocks.pending]
-        # The source stays referenced until the step is complete: nobody may be given it, and write to it, in this same step.
-        self._pinned += [(group, source) for group, source, _ in blocks.pending]
-        self._copied |= {(group, destination) for group, _, destination, _ in copies}
-        blocks.pending.clear()
         blocks.is_unstarted_fork = False
+        if not blocks.pending:
+            return ()
+        copies: list[tuple[int, int, int, int]] = []
+        for group, source, tokens in blocks.pending:
+            destination = blocks.tables[group][request.num_computed_tokens // size]
+            copies.append((group, source, destination, tokens))
+            # The source stays referenced until the step is complete: nobody may be given it, and write to it, in this same step.
+            self._pinned.append((group, source))
+            self._copied.add((group, destination))
+        blocks.pending.clear()
         return tuple(copies)
 
     def block_ids(self, request: Request) -> tuple[list[int], list[int]]:
@@ -244,8 +248,9 @@ class KVCacheManager:
             self.pools[group].release([source])
         self._pinned.clear()
         self._copied.clear()
-        for request in requests:
-            self._register(request, self._blocks[request.request_id])
+        if self.enable_prefix_caching:
+            for request in requests:
+                self._register(request, self._blocks[request.request_id])
 
     def free(self, request: Request) -> None:
         """Gives back everything the request holds (nothing happens if that is nothing). The tables handed out stay readable."""
@@ -254,7 +259,8 @@ class KVCacheManager:
             return
         self._register(request, blocks)
         for group in self._groups:
-            self.pools[group].release(reversed(blocks.tables[group]))
+            live = blocks.tables[group][blocks.num_trimmed :] if group == SLIDING_GROUP else blocks.tables[group]
+            self.pools[group].release(reversed(live))
         for group, source, _ in blocks.pending:
             self.pools[group].release([source])
 
@@ -275,10 +281,12 @@ class KVCacheManager:
         tables = full[:whole], [NULL_BLOCK] * first + sliding[first:whole]
         blocks = _RequestBlocks(tables, num_trimmed=first, is_unstarted_fork=True)
         for group in self._groups:
-            self.pools[group].touch(tables[group])
+            shared = tables[group][first:] if group == SLIDING_GROUP else tables[group]
             if rest:
-                blocks.pending.append((group, source.tables[group][whole], rest))
-                self.pools[group].touch([source.tables[group][whole]])
+                partial = source.tables[group][whole]
+                blocks.pending.append((group, partial, rest))
+                shared = [*shared, partial]
+            self.pools[group].touch(shared)
         self._blocks[child.request_id] = blocks
         child.num_computed_tokens = num_tokens
         return True
@@ -289,8 +297,14 @@ class KVCacheManager:
 
     def must_wait(self, request: Request) -> bool:
         """Whether a fork's source block is itself filled by a copy of the step being scheduled: copies of one step have no order."""
+        if not self._copied:
+            return False
         blocks = self._blocks.get(request.request_id)
-        return blocks is not None and any((group, source) in self._copied for group, source, _ in blocks.pending)
+        if blocks is not None:
+            for group, source, _ in blocks.pending:
+                if (group, source) in self._copied:
+                    return True
+        return False
 
     # -- checks ------------------------------------------------------------------------------------------------------------
 

@@ -58,39 +58,41 @@ class SchedulerConfig:
 
 def check_request(request: Request, config: SchedulerConfig, kv: KVCacheManager) -> None:
     """Raises ValueError for an empty or too long prompt, rows outside it, and more tokens than the pool of a group holds."""
-    name, prompt, limit = f"request {request.request_id}", request.num_prompt_tokens, config.max_model_len
+    name, prompt, limit = request.request_id, request.num_prompt_tokens, config.max_model_len
     if prompt == 0:
-        raise ValueError(f"{name}: the prompt is empty, at least one token is needed")
+        raise ValueError(f"request {name}: the prompt is empty, at least one token is needed")
     rows = request.prompt_rows
-    if rows and (any(a >= b for a, b in pairwise(rows)) or not 0 <= rows[0] <= rows[-1] < prompt):
-        raise ValueError(f"{name}: prompt_rows must be ascending positions of its {prompt} prompt tokens")
-    if prompt > limit - (1 if request.samples else 0):
+    if rows and not (0 <= rows[0] <= rows[-1] < prompt and (len(rows) == 1 or all(a < b for a, b in pairwise(rows)))):
+        raise ValueError(f"request {name}: prompt_rows must be ascending positions of its {prompt} prompt tokens")
+    samples = request.samples
+    if prompt > limit - (1 if samples else 0):
         raise ValueError(
-            f"{name}: the prompt has {prompt} tokens, max_model_len={limit} allows {limit - 1} (one is left for the output)"
-            if request.samples
-            else f"{name}: the prompt has {prompt} tokens, max_model_len={limit} allows {limit}"
+            f"request {name}: the prompt has {prompt} tokens, max_model_len={limit} allows {limit - 1} (one is left for the output)"
+            if samples
+            else f"request {name}: the prompt has {prompt} tokens, max_model_len={limit} allows {limit}"
         )
     # The last sampled token is never fed back, so it needs no K/V.
-    most = max(prompt, prompt + config.max_output_tokens(request) - 1)
+    most = max(prompt, prompt + config.max_output_tokens(request) - 1) if samples else prompt
     need = kv.config.blocks_needed(most, config.enable_chunked_prefill)
     for group, pool, blocks in zip(("full", "sliding"), kv.pools, need, strict=True):
         if blocks > pool.num_usable_blocks:
             raise ValueError(
-                f"{name}: {most} tokens (prompt {prompt} and output) need {blocks} blocks of the {group} group, the whole pool has "
+                f"request {name}: {most} tokens (prompt {prompt} and output) need {blocks} blocks of the {group} group, the whole pool has "
                 f"{pool.num_usable_blocks}; lower max_tokens or raise kv_cache_memory_bytes or gpu_memory_utilization"
             )
 
 
 def check_fork(request: Request, parent: Request, num_tokens: int) -> None:
     """Raises ValueError unless the request's first num_tokens tokens are the parent's, known, and may be shared."""
-    name = f"request {request.request_id}"
+    name = request.request_id
     if not 0 < num_tokens < request.num_prompt_tokens or num_tokens > parent.num_known_tokens:
         raise ValueError(
-            f"{name}: fork_num_tokens is {num_tokens}: 1 to {min(request.num_prompt_tokens - 1, parent.num_known_tokens)} is needed"
+            f"request {name}: fork_num_tokens is {num_tokens}: 1 to {min(request.num_prompt_tokens - 1, parent.num_known_tokens)} is needed"
         )
     if request.cache_salt != parent.cache_salt:
-        raise ValueError(f"{name}: a fork needs the cache_salt of its parent {parent.request_id}")
+        raise ValueError(f"request {name}: a fork needs the cache_salt of its parent {parent.request_id}")
     if request.prompt_rows and request.prompt_rows[0] < num_tokens:
-        raise ValueError(f"{name}: prompt_rows starts at {request.prompt_rows[0]}, inside the {num_tokens} shared tokens")
-    if request.prompt_token_ids[:num_tokens] != parent.token_ids(0, num_tokens):
-        raise ValueError(f"{name}: its first {num_tokens} tokens are not those of its parent {parent.request_id}")
+        raise ValueError(f"request {name}: prompt_rows starts at {request.prompt_rows[0]}, inside the {num_tokens} shared tokens")
+    whole = num_tokens == parent.num_prompt_tokens
+    if request.prompt_token_ids[:num_tokens] != (parent.prompt_token_ids if whole else parent.token_ids(0, num_tokens)):
+        raise ValueError(f"request {name}: its first {num_tokens} tokens are not those of its parent {parent.request_id}")

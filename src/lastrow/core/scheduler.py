@@ -103,9 +103,10 @@ class Scheduler:
         else:
             del self.waiting[bisect_left(self.waiting, _order(request), key=_order)]
         self._forked.pop(request_id, None)
-        for child, _ in self._parked.pop(request_id, ()):
-            del self._parent_of[child.request_id]
-            insort(self.waiting, child, key=_order)
+        if parked := self._parked.pop(request_id, None):
+            for child, _ in parked:
+                del self._parent_of[child.request_id]
+            self._back_to_waiting([child for child, _ in parked])
         self.kv.free(request)
         request.status, request.finish_reason, request.stop_reason = RequestStatus.FINISHED, reason, stop_reason
         request.num_inflight_tokens = 0
@@ -245,14 +246,25 @@ class Scheduler:
             fit = self.kv.num_fit(request, limit, hit)
             if limit < tokens and not chunked:
                 break
-            if fit == 0 or (fit < tokens and not chunked) or not self.kv.can_complete(request, hit, chunked):
+            if fit == 0 or (fit < tokens and (not chunked or not self.kv.can_complete(request, hit, chunked))):
                 if not self.running and self._release_fork():
                     continue
                 break
             self.waiting.pop(0)
             self._admit(request, hit, holds)
             self._add_part(request, fit, step)
-        for request in passed_over:
+        self._back_to_waiting(passed_over)
+
+    def _back_to_waiting(self, requests: list[Request]) -> None:
+        """Insert requests, in one piece where all go to the same place: the forks of a parent mostly do."""
+        if not requests:
+            return
+        requests.sort(key=_order)
+        at = bisect_left(self.waiting, _order(requests[0]), key=_order)
+        if at == len(self.waiting) or _order(requests[-1]) < _order(self.waiting[at]):
+            self.waiting[at:at] = requests
+            return
+        for request in requests:
             insort(self.waiting, request, key=_order)
 
     def _admit(self, request: Request, hit: PrefixHit, holds: bool) -> None:
@@ -300,11 +312,14 @@ class Scheduler:
         parked = self._parked.get(parent.request_id)
         if not parked:
             return
-        for child, num_tokens in [fork for fork in parked if fork[1] <= parent.num_computed_tokens]:
-            parked.remove((child, num_tokens))
+        ready = [fork for fork in parked if fork[1] <= parent.num_computed_tokens]
+        if not ready:
+            return
+        parked[:] = [fork for fork in parked if fork[1] > parent.num_computed_tokens]
+        for child, num_tokens in ready:
             del self._parent_of[child.request_id]
             self._fork(parent, child, num_tokens)
-            insort(self.waiting, child, key=_order)
+        self._back_to_waiting([child for child, _ in ready])
 
     def _fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         if self.kv.fork(parent, child, num_tokens):

@@ -21,6 +21,10 @@ def block_copies(parts: Iterable[ScheduledRequest]) -> tuple[np.ndarray, np.ndar
 def resolve(copies: Iterable[tuple[int, int, int]]) -> np.ndarray:
     """copies: (source, destination, tokens), meant one after the other; a destination is written once. Returned are copies that may be
     done at once: where a source is itself a destination (a fork of a fork), its copied tokens are read where they come from."""
+    copies = list(copies)
+    destinations = {copy[1] for copy in copies}
+    if not any(copy[0] in destinations for copy in copies):  # forks of one another are not in one step, as the scheduler has it
+        return np.array([(source, destination, 0, tokens) for source, destination, tokens in copies], np.int32).reshape(-1, 4)
     made: dict[int, list[tuple[int, int, int]]] = {}
     rows: list[tuple[int, int, int, int]] = []
     for source, destination, tokens in copies:

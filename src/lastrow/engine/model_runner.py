@@ -159,7 +159,8 @@ class ModelRunner:
         for part in out.scheduled:
             if part.request.request_id not in self.inputs.slot_of:
                 slot = self.inputs.admit(part.request)
-                self.sampler.admit(slot, part.request, self.grammars.get(part.request.request_id))
+                if part.request.samples:
+                    self.sampler.admit(slot, part.request, self.grammars.get(part.request.request_id))
         step = self.inputs.prepare(out)
         result = self.forward(step)
         handle, hidden = StepHandle([]), result.hidden
