@@ -328,16 +328,33 @@ def test_later_requests_take_no_further_tokens_while_an_earlier_one_waits_for_th
     harness.drain()
 
 
-def test_a_request_whose_last_result_is_in_flight_is_not_preempted() -> None:
-    harness = make(full=1 + 4, depth=2)
+def test_a_request_whose_last_result_is_in_flight_makes_room_and_is_not_preempted() -> None:
+    harness = make(full=1 + 4, max_num_seqs=2, depth=2)
     first = harness.add(harness.request([1] * 7, max_tokens=9))
     harness.schedule()
     harness.deliver()
-    done = harness.add(harness.request([2] * 5, label_token_ids=()))
+    done = harness.add(harness.request([2] * 5, label_token_ids=(), prompt_rows=[1, 4]))
     assert shape(harness.schedule()) == [("r1", 7, 1), ("r2", 0, 5)]
-    assert harness.schedule().is_empty and done.status is RequestStatus.RUNNING, "the first needs a third block"
+    harness.add(harness.request([3], label_token_ids=(), prompt_rows=[0]))
+    step = harness.schedule()
+    assert shape(step) == [("r1", 8, 1), ("r3", 0, 1)] and step.finished == ["r2"], "a block, a sequence and a slot were free"
+    assert not done.is_finished
     harness.drain()
-    assert done.num_preemptions == 0 and first.num_preemptions == 0
+    assert done.is_finished and done.num_preemptions == 0 and first.num_preemptions == 0
+
+
+def test_a_step_that_holds_back_leaves_the_forks_to_the_next_one() -> None:
+    harness = make(max_num_batched_tokens=40)
+    parents = [harness.add(harness.request([i] * 10, label_token_ids=())) for i in (1, 2)]
+    for parent in parents:
+        for tail in (3, 4):
+            ids = [*parent.prompt_token_ids[:6], tail, tail]
+            harness.add(harness.request(ids, label_token_ids=(), prompt_rows=[7]), parent.request_id, 6)
+    assert shape(harness.schedule(holds_back=True)) == [("r1", 0, 10), ("r2", 0, 10)]
+    harness.add(harness.request([5] * 3, label_token_ids=()))
+    assert shape(harness.schedule(holds_back=True)) == [("r7", 0, 3)]
+    assert shape(harness.schedule(holds_back=True)) == [(f"r{i}", 6, 2) for i in (3, 4, 5, 6)], "nothing else can go on"
+    harness.drain()
 
 
 def test_a_prompt_that_could_not_be_completed_now_is_not_begun() -> None:

@@ -13,6 +13,8 @@ from engine import sampling_oracle as oracle
 from engine.stub_engine import TEXTS, VOCAB, check_idle, stub_engine, stub_logits
 from lastrow.core.output import SchedulerOutput
 from lastrow.core.sampling_params import SamplingParams
+from lastrow.decisions.driver import JobDriver
+from lastrow.decisions.plan import LABELS, Job, Unit
 from lastrow.engine.engine import EngineStuck
 from lastrow.engine.output_processor import RequestGroup, find_stop, held_back
 
@@ -287,3 +289,25 @@ def test_a_list_of_ids_may_change_behind_add_request() -> None:
     for _ in range(8):
         expected.append(oracle.next_token(stub_logits(expected), GREEDY, expected[:5], expected[5:], ()))
     assert output.prompt_token_ids + output.outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 30])
+def test_jobs_that_fork_get_the_same_rows_with_steps_in_flight(max_num_seqs: int) -> None:
+    labels = tuple(range(VOCAB))
+    states = [[(7 * i + j) % VOCAB for j in range(10 + i % 3)] for i in range(12)]
+
+    def job(state: list[int]) -> Job[list[list[float]]]:
+        units = [Unit(state, LABELS, (), ())]
+        units += [Unit([*state, t, t + 1], LABELS, [len(state) + 1], labels, 0, len(state)) for t in range(5)]
+        reads = yield units
+        return [read.label_logits[len(state) + 1][0] for read in reads[1:]]
+
+    engine = stub_engine(async_scheduling=True, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, full_blocks=200, sliding_blocks=200)
+    steps: list[int] = []
+    execute = engine.runner.execute
+    engine.runner.execute = lambda out: steps.append(out.total_num_scheduled_tokens) or execute(out)
+    results = list(JobDriver(engine).run(job(state) for state in states))
+    assert results == [[pytest.approx(stub_logits([*state, t, t + 1]).tolist()) for t in range(5)] for state in states]
+    assert sum(steps) == sum(len(state) + 10 for state in states), "no state is computed twice"
+    assert gc.isenabled()
+    check_idle(engine)

@@ -332,5 +332,5 @@ class KVCacheManager:
         for group in (FULL_GROUP, SLIDING_GROUP):
             self.pools[group].check_integrity(refs[group])
         for request_id, request in requests.items():
-            held = request.num_computed_tokens > 0
+            held = request.num_computed_tokens > 0 and (request.samples or request.num_computed_tokens < request.num_prompt_tokens)
             assert not held or request_id in self._blocks, f"{request_id} has computed tokens but no blocks"

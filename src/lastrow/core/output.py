@@ -46,7 +46,8 @@ class SchedulerOutput:
     come first, then the others, each in scheduling order. A fork's first part is never a decode part: its parent may be in the
     same step.
 
-    preempted, finished: ids of requests whose runner state (slot) can be dropped before this step."""
+    preempted, finished: ids of requests whose runner state (slot) can be dropped before this step; of a request that samples nothing
+    already while the results of its last part are on their way."""
 
     scheduled: list[ScheduledRequest]
     num_decodes: int = 0

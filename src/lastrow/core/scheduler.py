@@ -12,36 +12,28 @@ from dataclasses import dataclass, field
 
 from lastrow.core.kv_cache_manager import NO_HIT, KVCacheManager, PrefixHit
 from lastrow.core.limits import SchedulerConfig, check_fork, check_request
+from lastrow.core.order import insert, insert_all, order
 from lastrow.core.output import EngineCoreOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from lastrow.core.request import FinishReason, Request, RequestStatus
 from lastrow.core.stats import SchedulerCounters, SchedulerStats
 
 
-def _order(request: Request) -> tuple[int, float, int]:
-    return request.priority, request.arrival_time, request.arrival_index
-
-
-def _insert(requests: list[Request], request: Request) -> None:
-    """Keep `requests` in order; most come last."""
-    if requests and _order(request) < _order(requests[-1]):
-        insort(requests, request, key=_order)
-    else:
-        requests.append(request)
-
-
 @dataclass(slots=True)
 class _Step:
-    """A step being put together. reserved: running decodes that have not had their token yet; prefill leaves room for them.
-    holds_back: see `Scheduler.schedule`."""
+    """A step being put together. complete: requests without output whose last part is in it. reserved: running decodes that have not
+    had their token yet; prefill leaves room for them.
+    holds_back, holds_forks: see `Scheduler.schedule`."""
 
     budget: int
     prefills_left: int
     reserved: int = 0
     decodes: list[ScheduledRequest] = field(default_factory=list[ScheduledRequest])
     others: list[ScheduledRequest] = field(default_factory=list[ScheduledRequest])
+    complete: list[Request] = field(default_factory=list[Request])
     preempted: list[str] = field(default_factory=list[str])
     stuck: bool = False
     holds_back: bool = False
+    holds_forks: bool = False
 
 
 class Scheduler:
@@ -59,6 +51,7 @@ class Scheduler:
         self._parent_of: dict[str, str] = {}
         self._forked: dict[str, Request] = {}
         self._finished_ids: list[str] = []
+        self._unread: set[Request] = set()  # all computed by steps scheduled so far, nothing held, results to come
         self._num_added = 0
         self._last_step = (0, 0)
 
@@ -86,7 +79,7 @@ class Scheduler:
         else:
             if parent is not None:
                 self._fork(parent, request, fork_num_tokens)
-            _insert(self.waiting, request)
+            insert(self.waiting, request)
 
     def finish_request(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT, stop_reason: int | str | None = None
@@ -95,23 +88,27 @@ class Scheduler:
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
-        if request.status is RequestStatus.RUNNING:
+        unread = request in self._unread
+        if unread:
+            self._unread.remove(request)
+        elif request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         elif request_id in self._parent_of:
             siblings = self._parked[self._parent_of.pop(request_id)]
             siblings[:] = [fork for fork in siblings if fork[0] is not request]
         else:
-            del self.waiting[bisect_left(self.waiting, _order(request), key=_order)]
+            del self.waiting[bisect_left(self.waiting, order(request), key=order)]
         self._forked.pop(request_id, None)
         if parked := self._parked.pop(request_id, None):
             for child, _ in parked:
                 del self._parent_of[child.request_id]
-            self._back_to_waiting([child for child, _ in parked])
-        self.kv.free(request)
+            insert_all(self.waiting, [child for child, _ in parked])
+        if not unread:
+            self.kv.free(request)
+            self._finished_ids.append(request_id)
         request.status, request.finish_reason, request.stop_reason = RequestStatus.FINISHED, reason, stop_reason
         request.num_inflight_tokens = 0
         request.metrics.finished_time = time.monotonic()
-        self._finished_ids.append(request_id)
         self.counters.finished_requests += 1
         return request
 
@@ -154,15 +151,20 @@ class Scheduler:
         """The next step. Empty while requests are unfinished only if steps are in flight whose results must come first.
 
         holds_back: leave the last token of every prompt that is admitted to the step after this one. Its row is the only one that
-        the layers behind the cut compute, so a step of such prompts is none for them."""
+        the layers behind the cut compute, so a step of such prompts is none for them. Forks wait, too, where other requests can go
+        on: a step without them copies no blocks, and later they come together."""
         step = _Step(self.config.max_num_batched_tokens, self.config.prefill_limit)
-        step.holds_back = holds_back and self.config.enable_chunked_prefill
+        step.holds_back = step.holds_forks = holds_back and self.config.enable_chunked_prefill
         self._schedule_running(step)
         if not step.stuck and not step.preempted:
             self._schedule_waiting(step)
+            if step.holds_forks and not step.decodes and not step.others:
+                step.holds_forks = False
+                self._schedule_waiting(step)
         parts = step.decodes + step.others
         self.kv.end_step(part.request for part in parts)
         finished, self._finished_ids = self._finished_ids, []
+        self._let_go(step.complete)
         output = SchedulerOutput(parts, len(step.decodes), step.preempted, finished)
         self._last_step = (output.total_num_scheduled_tokens, output.num_decodes)
         if parts:
@@ -171,6 +173,17 @@ class Scheduler:
             self.counters.scheduled_rows += sum(len(part.rows) for part in parts)
             self.counters.decode_tokens += self._last_step[1]
         return output
+
+    def _let_go(self, complete: list[Request]) -> None:
+        """Requests of which only the results are missing make room for the next step's: blocks and slots are written again by later
+        steps only, which come later on the device, too."""
+        if not complete:
+            return
+        self._unread.update(complete)
+        self.running = [request for request in self.running if request not in self._unread]
+        for request in complete:
+            self.kv.free(request)
+            self._finished_ids.append(request.request_id)
 
     def _num_to_compute(self, request: Request) -> tuple[int, int]:
         """(tokens, of which drafts) a running request could compute now; (0, 0) while it must wait for tokens in flight."""
@@ -229,17 +242,17 @@ class Scheduler:
         request.metrics.num_preemptions += 1
         self.counters.preemptions += 1
         step.preempted.append(request.request_id)
-        insort(self.waiting, request, key=_order)
+        insort(self.waiting, request, key=order)
 
     def _schedule_waiting(self, step: _Step) -> None:
         passed_over: list[Request] = []
         chunked = self.config.enable_chunked_prefill
         while self.waiting and step.budget > 0 and step.prefills_left > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
-            if self.kv.must_wait(request):
+            holds = self.kv.holds_blocks(request)
+            if holds and (self.kv.must_wait(request) or (step.holds_forks and self.kv.is_unstarted_fork(request))):
                 passed_over.append(self.waiting.pop(0))
                 continue
-            holds = self.kv.holds_blocks(request)
             hit = NO_HIT if holds else self.kv.match_prefix(request)
             tokens = request.num_tokens - (request.num_computed_tokens if holds else hit.num_tokens)
             limit = min(tokens - 1 if step.holds_back and tokens > 1 and request.samples else tokens, step.budget)
@@ -253,19 +266,7 @@ class Scheduler:
             self.waiting.pop(0)
             self._admit(request, hit, holds)
             self._add_part(request, fit, step)
-        self._back_to_waiting(passed_over)
-
-    def _back_to_waiting(self, requests: list[Request]) -> None:
-        """Insert requests, in one piece where all go to the same place: the forks of a parent mostly do."""
-        if not requests:
-            return
-        requests.sort(key=_order)
-        at = bisect_left(self.waiting, _order(requests[0]), key=_order)
-        if at == len(self.waiting) or _order(requests[-1]) < _order(self.waiting[at]):
-            self.waiting[at:at] = requests
-            return
-        for request in requests:
-            insort(self.waiting, request, key=_order)
+        insert_all(self.waiting, passed_over)
 
     def _admit(self, request: Request, hit: PrefixHit, holds: bool) -> None:
         first_time = request.metrics.first_scheduled_time is None
@@ -278,7 +279,7 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
             request.metrics.first_scheduled_time = time.monotonic()
         request.status = RequestStatus.RUNNING
-        _insert(self.running, request)
+        insert(self.running, request)
 
     def _add_part(self, request: Request, num_tokens: int, step: _Step, drafts: list[int] | None = None) -> None:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
@@ -303,6 +304,8 @@ class Scheduler:
         else:
             step.others.append(part)
         step.prefills_left -= not (sample and num_tokens - len(part.draft_token_ids) == 1)
+        if not request.samples and end == request.num_prompt_tokens:
+            step.complete.append(request)
         self._fork_ready(request)
 
     # -- forks -------------------------------------------------------------------------------------------------------------
@@ -319,7 +322,7 @@ class Scheduler:
         for child, num_tokens in ready:
             del self._parent_of[child.request_id]
             self._fork(parent, child, num_tokens)
-        self._back_to_waiting([child for child, _ in ready])
+        insert_all(self.waiting, [child for child, _ in ready])
 
     def _fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         if self.kv.fork(parent, child, num_tokens):
@@ -330,7 +333,7 @@ class Scheduler:
         """Takes the blocks from the last fork that has not started; it becomes an ordinary waiting request."""
         if not self._forked:
             return False
-        child = max(self._forked.values(), key=_order)
+        child = max(self._forked.values(), key=order)
         del self._forked[child.request_id]
         self.kv.free(child)
         child.num_computed_tokens = 0

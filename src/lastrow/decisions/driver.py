@@ -14,7 +14,8 @@ from lastrow.engine.engine import LLMEngine
 
 T = TypeVar("T")
 AHEAD = 2  # steps' worth of work that waits at the engine, so that it is never without
-FIRST_STEP = 0.25  # of a step, that the card begins with
+FIRST_STEP = 0.125  # of a step, that waits when the card begins
+RAMP_STEPS = 2  # steps in flight, at most, to which a smaller one is added
 MAX_HELD = 4096  # results that may wait for an earlier one
 _ids = itertools.count()
 
@@ -70,7 +71,7 @@ class JobDriver:
                     next_place += 1
                 if self._jobs:
                     with _no_collections():
-                        self._launched()
+                        self._launched(self._step_units, self._step_tokens)
                         for output in self.engine.step_for(self._jobs):
                             self._take(output, done)
         finally:
@@ -88,8 +89,9 @@ class JobDriver:
             if entry is None:
                 return False
             self._advance(_Open(*entry), None, done)
-            if self._next_step < 1.0 and self._waits_for(self._next_step) and self.engine.launch_ahead(1):
-                self._launched()
+            step = self.engine.launch_ahead(RAMP_STEPS) if self._next_step < 1.0 and self._waits_for(self._next_step) else None
+            if step is not None:
+                self._launched(len(step.scheduled), step.total_num_scheduled_tokens)
             elif self._waits_for(1.0):
                 break
         return True
@@ -99,9 +101,9 @@ class JobDriver:
         units, tokens = self._waiting
         return units >= share * self._step_units or tokens >= share * self._step_tokens
 
-    def _launched(self) -> None:
+    def _launched(self, most_units: int, most_tokens: int) -> None:
         units, tokens = self._waiting
-        self._waiting = (max(0, units - self._step_units), max(0, tokens - self._step_tokens))
+        self._waiting = (max(0, units - most_units), max(0, tokens - most_tokens))
         self._next_step = min(1.0, 2 * self._next_step)
 
     def _has_room(self, held: int, steps: int = AHEAD) -> bool:

@@ -330,10 +330,13 @@ class LLMEngine:
         return 0 if speculator is not None and speculator.is_drafting else self.depth
 
     @_one_at_a_time
-    def launch_ahead(self, behind: int = 0) -> bool:
+    def launch_ahead(self, behind: int = 0) -> SchedulerOutput | None:
         """Launch a step without reading one, where the device works by itself and no more than `behind` steps are in flight. The
-        prompts' last tokens go with the next step, which so reads the weights behind the cut once for all. Returns whether it did."""
-        return self.depth > 0 and len(self._in_flight) <= behind and self._launch(holds_back=True)
+        prompts' last tokens and the forks go with the next step, which so reads the weights behind the cut once for all. Returns the
+        step, None if there is none."""
+        if not self.depth or len(self._in_flight) > behind or not self._launch(holds_back=True):
+            return None
+        return self._in_flight[-1][0]
 
     def _launch(self, holds_back: bool = False) -> bool:
         scheduled = self.scheduler.schedule(holds_back)
