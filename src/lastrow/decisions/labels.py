@@ -128,6 +128,8 @@ class LabelScores:
 
 
 def log_sum(logs: Sequence[float]) -> float:
+    if len(logs) == 1:
+        return logs[0]
     top = max(logs)
     return top if math.isinf(top) else top + math.log(sum(math.exp(log - top) for log in logs))
 
