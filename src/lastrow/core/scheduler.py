@@ -59,7 +59,8 @@ class Scheduler:
 
     def add_request(self, request: Request, fork_of: str | None = None, fork_num_tokens: int = 0) -> None:
         """Queues a request. fork_of: a request whose first fork_num_tokens tokens this one shares instead of computing them; it
-        waits until they are computed (in the same step at the earliest), and is an ordinary request if the parent ends before.
+        waits until they are computed (in the same step at the earliest), and is an ordinary request if the parent ends before, or
+        if its last part is scheduled already and it samples nothing.
         Raises ValueError, naming the limit, if the request can never run."""
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id}: a request with this id is not finished yet")

@@ -126,15 +126,16 @@ class JobDriver:
 
     def _queue(self, job: _Open[Any], units: list[Unit]) -> None:
         job.ids, job.reads = [f"read-{next(_ids)}" for _ in units], {}
-        for name, unit in zip(job.ids, units, strict=True):
-            self.engine.add_request(
-                name, unit.prompt_token_ids, unit.params, prompt_rows=unit.prompt_rows, label_token_ids=unit.label_token_ids,
-                fork_of=None if unit.parent is None else job.ids[unit.parent], fork_num_tokens=unit.fork_num_tokens,
-                is_kept=True,
-            )  # fmt: skip
-            self._jobs[name] = job
-            self._tokens[name] = unit.num_own_tokens
-            self._num_tokens += unit.num_own_tokens
+        with self.engine.between_steps():
+            for name, unit in zip(job.ids, units, strict=True):
+                self.engine.add_request(
+                    name, unit.prompt_token_ids, unit.params, prompt_rows=unit.prompt_rows, label_token_ids=unit.label_token_ids,
+                    fork_of=None if unit.parent is None else job.ids[unit.parent], fork_num_tokens=unit.fork_num_tokens,
+                    is_kept=True,
+                )  # fmt: skip
+                self._jobs[name] = job
+                self._tokens[name] = unit.num_own_tokens
+                self._num_tokens += unit.num_own_tokens
         self._waiting = (self._waiting[0] + len(units), self._waiting[1] + sum(unit.num_own_tokens for unit in units))
 
     def _drop(self, job: _Open[Any]) -> None:

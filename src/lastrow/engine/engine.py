@@ -11,6 +11,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -145,6 +146,10 @@ class LLMEngine:
             else:
                 self.scheduler.add_request(request)
         self.outputs.add(RequestGroup(request_id, prompt, stream), requests)
+
+    def between_steps(self) -> AbstractContextManager[Any]:
+        """No other thread schedules a step inside: for forks, which share nothing with a parent whose last part is scheduled."""
+        return self._lock
 
     def _request(
         self, request_id: str, index: int, ids: list[int], params: SamplingParams, prompt_rows: Sequence[int] | None,
