@@ -15,7 +15,8 @@ from lastrow.engine.engine import LLMEngine
 T = TypeVar("T")
 AHEAD = 2  # steps' worth of work that waits at the engine, so that it is never without
 FIRST_STEP = 0.125  # of a step, that waits when the card begins
-RAMP_STEPS = 2  # steps in flight, at most, to which a smaller one is added
+GROWTH = 1.5  # from step to step until they are whole, so that the next is queued before the card is done
+RAMP_STEPS = 4  # steps in flight, at most, to which a smaller one is added
 MAX_HELD = 4096  # results that may wait for an earlier one
 _ids = itertools.count()
 
@@ -83,7 +84,7 @@ class JobDriver:
 
     def _fill(self, waiting: Iterator[tuple[int, Job[Any]]], done: dict[int, Any]) -> bool:
         """Start jobs until a step's worth of work waits, launching smaller steps where the card has too little to do meanwhile: it begins
-        with a part of a step and doubles. False when there are no more jobs."""
+        with a part of a step, and they grow. False when there are no more jobs."""
         while self._has_room(len(done)):
             entry = next(waiting, None)
             if entry is None:
@@ -104,7 +105,7 @@ class JobDriver:
     def _launched(self, most_units: int, most_tokens: int) -> None:
         units, tokens = self._waiting
         self._waiting = (max(0, units - most_units), max(0, tokens - most_tokens))
-        self._next_step = min(1.0, 2 * self._next_step)
+        self._next_step = min(1.0, GROWTH * self._next_step)
 
     def _has_room(self, held: int, steps: int = AHEAD) -> bool:
         """Whether less than `steps` steps' worth of work is at the engine, and not too many results wait for an earlier one."""
