@@ -244,7 +244,8 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
     env, arms, results = report["environment"], report["arms"], report["results"]
     best = max(results, key=lambda r: r["ratio"].get("full", {"median": 0})["median"])
     summary = (
-        f"Shape `{env['shape']}`, dummy weights, fp32, {env['threads']} thread{'s' if env['threads'] != 1 else ''}. One prompt, from token ids to the logits of its last row. "
+        f"Shape `{env['shape']}`, dummy weights, fp32, {env['threads']} thread{'s' if env['threads'] != 1 else ''}. "
+        "One prompt, from token ids to the logits of its last row. "
         f"Medians of {env['rounds']} interleaved rounds; the quartiles of the per-round ratios stand in brackets."
     )
     if "full" in arms:
