@@ -172,6 +172,8 @@ REFUSED = {
     "experts without a width": ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "moe_intermediate_size is missing"),
     "PLE without a table": ({"vocab_size_per_layer_input": 0}, "vocab_size_per_layer_input is missing"),
     "another activation": ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+    "a dtype that no tensor has here": ({"dtype": "int4", "torch_dtype": "int4"}, "dtype is 'int4': one of bfloat16, float16, float32"),
+    "a quantized checkpoint": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq"),
     "biases": ({"attention_bias": True}, "attention_bias is true"),
     "an embedding model": ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
     "an untied head": ({"tie_word_embeddings": False}, "tie_word_embeddings is false"),

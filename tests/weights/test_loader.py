@@ -107,6 +107,21 @@ def test_unknown_tensors_are_named_in_one_warning(tmp_path: Path, caplog: pytest
     assert all(name in record.message for name in extra)
 
 
+def test_tensors_beside_the_text_model_are_named_too_and_never_stand_in_for_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("clean", "strays"):
+        (tmp_path / name).mkdir()
+    clean = load(write(tmp_path / "clean", state()))
+    strays = {"norm.weight": torch.full_like(state()["model.norm.weight"], 9.0), "language_model.foo.weight": torch.zeros(3)}
+    others = {"vision_tower.x.weight": torch.zeros(2), "model.embed_audio.y.weight": torch.zeros(2)}
+    with caplog.at_level(logging.WARNING, "lastrow"):
+        weights = load(write(tmp_path / "strays", state() | strays | others))
+    [record] = caplog.records
+    assert all(name in record.message for name in strays) and not any(name in record.message for name in others)
+    assert torch.equal(weights.norm, clean.norm)
+
+
 # -------------------------------------------------------------------------------------------------------- bad files
 def refused(folder: Path, *parts: str) -> None:
     with pytest.raises(WeightsError) as caught:

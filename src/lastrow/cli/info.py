@@ -48,5 +48,8 @@ def run(args: argparse.Namespace) -> None:
     if args.plot:
         from lastrow.harness.info_plot import plot
 
-        plot(document, args.plot)
+        try:
+            plot(document, args.plot)
+        except OSError as error:
+            raise ConfigError(f"--plot {args.plot}: cannot be written ({error.strerror or error})") from None
     print(json.dumps(document, indent=1) if args.json else render(document))

@@ -16,6 +16,7 @@ from typing import Any, cast
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 TEXT_MODEL_TYPES = ("gemma4_text", "gemma4_unified_text", "gemma4", "gemma4_unified")
+DTYPES = ("bfloat16", "float16", "float32")  # of a checkpoint
 
 
 class ConfigError(ValueError):
@@ -165,6 +166,7 @@ def check(c: Gemma4Config) -> None:
             f"layer {i} shares K/V but no earlier owner has type {c.layer_types[i]!r}: "
             f"give layers 0-{first_shared - 1} one layer of that type or lower num_kv_shared_layers",
         )
+    need(c.dtype in DTYPES, f"dtype is {c.dtype!r}: one of {', '.join(DTYPES)} is needed; quantized checkpoints are not read")
     for dim in (c.head_dim, c.global_head_dim):
         need(dim % 2 == 0, f"head dim {dim} is odd: RoPE rotates pairs")
     for layer in range(c.num_hidden_layers):
@@ -224,6 +226,8 @@ def from_dict(raw: dict[str, Any], name: str = "") -> Gemma4Config:
     heads = _head_shapes(text, tuple(layer_types))
     if (text.get("hidden_activation") or "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise ConfigError(f"hidden_activation is {text['hidden_activation']!r}: only 'gelu_pytorch_tanh' is supported")
+    if quantized := _first(raw.get("quantization_config"), text.get("quantization_config"), {}):
+        raise ConfigError(f"quantization_config is {str(quantized)[:80]}: quantized checkpoints are not read; give one in 16 or 32 bits")
     if text.get("attention_bias"):
         raise ConfigError("attention_bias is true: Gemma 4 has no biases and the engine reads none")
     if text.get("use_bidirectional_attention") == "all":

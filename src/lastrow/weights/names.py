@@ -70,11 +70,10 @@ def is_decoy(c: Gemma4Config, name: str) -> bool:
 
 
 def strip_prefix(names: list[str]) -> tuple[str, dict[str, str]]:
-    """Find the prefix of the text model. Returns it and {name after the prefix: full name}, other modalities left out."""
+    """Find the prefix of the text model. Returns it and {name after the prefix: full name} of every tensor but those of other
+    modalities and the head, which is the token table (spec section 3). A name without the prefix, which nothing reads, is
+    returned behind a colon, so that it never stands for one that has it."""
     prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in names), "model.")
-    text = {
-        name.removeprefix(prefix): name
-        for name in names
-        if name.startswith(prefix) and not name.removeprefix("model.").startswith(OTHER_PARTS) and not name.startswith("lm_head.")
-    }
-    return prefix, text
+    others = ("lm_head.", *(start + part for start in ("", "model.") for part in OTHER_PARTS))
+    own = [name for name in names if not name.startswith(others)]
+    return prefix, {name.removeprefix(prefix) if name.startswith(prefix) else f":{name}": name for name in own}
