@@ -3,14 +3,18 @@ is everything around the capture: routes, one copy of all fields, padding, and t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from lastrow.core.sampling_params import SamplingParams
-from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets
+from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets, _CUDACapture
 from lastrow.engine.llm import LLM
+from lastrow.kernels.decode_attention import decode_config
 
 BUCKETS = GraphBuckets(tokens=(8, 64, 128), rows=(1, 2, 4, 8), contexts=(64, 256))
 
@@ -21,7 +25,7 @@ def llm() -> LLM:
     llm = LLM("tiny-e", max_num_seqs=16, max_num_batched_tokens=192)
     runner = llm.engine.runner
     runner.inputs.tile_rows = (16,)
-    graphs = CUDAGraphs(llm.engine.runner.model, runner.pool, runner.inputs, BUCKETS, capture=lambda forward, ran: forward)
+    graphs = CUDAGraphs(llm.engine.runner.model, runner.pool, runner.inputs, BUCKETS, capture=lambda forward: forward)
     graphs.warm_up()
     runner.use_graphs(graphs)
     llm.engine.depth = 1  # a step is launched before the tokens of the one before it are read
@@ -79,3 +83,23 @@ def test_requests_that_sample_beside_others_that_do_not(llm: LLM, heldout: list[
         assert got[f"token-{i}"].outputs[0].token_ids == row["output_ids"][:2]
         ((place, (values, _)),) = got[f"label-{i}"].label_logits.items()
         assert values == pytest.approx(expected[str(i)][place][0], abs=2e-4)  # fp32, sums in another order
+
+
+def test_every_forward_runs_before_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel must not compile inside a capture, and contexts of one row bucket have kernels of their own."""
+    kernels = {replace(decode_config(16, context), chunk=0) for context in (512, 8192)}
+    assert len(kernels) == 2
+    happened: list[str] = []
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        happened.append("capture begins")
+        yield
+        happened.append("capture ends")
+
+    for name, made in (("graph_pool_handle", object), ("CUDAGraph", object), ("graph", graph), ("synchronize", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, made)
+    capture = _CUDACapture()
+    for _ in range(2):
+        capture(lambda: happened.append("forward") or ())
+    assert happened == ["forward", "capture begins", "forward", "capture ends"] * 2

@@ -48,7 +48,7 @@ class Oracle:
     def drop_pool(self) -> None: ...
 
 
-def itself(forward, _: bool = False):
+def itself(forward):
     return forward
 
 
@@ -104,12 +104,7 @@ def test_drafts_are_verified_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> No
     for verifies in (False, True):
         e = engine(TritonOps(device="cpu", dtype=torch.float32), graphs=False)
         graphs = CUDAGraphs(
-            e.runner.model,
-            e.runner.pool,
-            e.runner.inputs,
-            GraphBuckets((64,), (3, 5), (64,)),
-            verifies,
-            capture=lambda forward, ran: lambda: (),
+            e.runner.model, e.runner.pool, e.runner.inputs, GraphBuckets((64,), (3, 5), (64,)), verifies, capture=lambda forward: lambda: ()
         )
         graphs.warm_up()
         assert set(graphs._every_row) == ({(3, 64), (5, 64)} if verifies else {(5, 64)})

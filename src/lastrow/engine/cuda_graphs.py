@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -102,7 +101,7 @@ class CUDAGraphs:
     """`warm_up` captures; then `route` chooses and `run` replays, once per step each.
 
     verifies: whether drafts will be verified; their rows then have graphs of their own. misses: parts of steps that ran eagerly, by
-    reason. capture: makes a replay of a forward (tests: itself), given whether one with the same kernels has run."""
+    reason. capture: makes a replay of a forward (tests: itself)."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class CUDAGraphs:
         inputs: InputBatch,
         buckets: GraphBuckets,
         verifies: bool = False,
-        capture: Callable[[Forward, bool], Forward] | None = None,
+        capture: Callable[[Forward], Forward] | None = None,
     ) -> None:
         self.model, self.pool, self.inputs, self.buckets = model, pool, inputs, buckets
         self.device = inputs.last_sampled.device
@@ -207,9 +206,7 @@ class CUDAGraphs:
         jobs += [lambda t=tokens: self._capture_before(t, MAX_COPIES) for tokens in reversed(b.copying)]
         for rows in reversed(b.rows):
             for context in reversed(b.contexts):
-                # the length of the context changes grids, not kernels
-                ran = context != b.contexts[-1]
-                jobs += [partial(self._capture_behind, rows, context, ran), partial(self._capture_whole, rows, context, ran)]
+                jobs += [lambda r=rows, c=context: self._capture_behind(r, c), lambda r=rows, c=context: self._capture_whole(r, c)]
         for job in track(jobs, "capturing CUDA graphs"):
             job()
         if self.device.type == "cuda":
@@ -217,7 +214,8 @@ class CUDAGraphs:
 
     def compile_kernels(self) -> None:
         """One forward of every kind, in threads: Triton compiles outside Python's lock, so a start without its cache takes as long as
-        the slowest forward's kernels and not as all of them one after the other. Nothing is captured or kept."""
+        the slowest forward's kernels and not as all of them one after the other. At the longest context; what a shorter one needs
+        besides (`decode_config`) is compiled before its capture. Nothing is captured or kept."""
         b = self.buckets
         sizes = {smallest(b.tokens, least) or b.tokens[-1] for least in KERNEL_TOKENS}
         jobs: list[Callable[[CUDAGraphs], None]] = [lambda g, t=tokens: g._capture_before(t) for tokens in sizes]
@@ -251,7 +249,7 @@ class CUDAGraphs:
 
         (self._copying if copies else self._before)[tokens] = self._capture(forward, fields)
 
-    def _capture_behind(self, rows: int, context: int, ran: bool = False) -> None:
+    def _capture_behind(self, rows: int, context: int) -> None:
         fields = self._fields(self._row_sizes(rows))
         x, h, ids = (t[:rows] for t in self._rows)
 
@@ -260,20 +258,20 @@ class CUDAGraphs:
             y = self.model.cross_decoder(x.clone(), h, ids, self._single_rows(fields, "row_", context, "rows"), self.pool)
             return self._tail(y, fields)
 
-        self._behind[rows, context] = self._capture(forward, fields, ran)
+        self._behind[rows, context] = self._capture(forward, fields)
 
-    def _capture_whole(self, rows: int, context: int, ran: bool = False) -> None:
+    def _capture_whole(self, rows: int, context: int) -> None:
         """Steps whose every row is wanted, in one graph: decodes, and rows that follow each other in their sequences (drafts to
         verify), which need all K/V of a layer stored before its first row attends. Few decodes do both in one launch; where they
         do not, one graph serves both."""
-        decode, fuses = self._whole(rows, context, ran, single=True)
+        decode, fuses = self._whole(rows, context, single=True)
         self._decode[rows, context] = decode
         if not fuses:
             self._every_row[rows, context] = decode
         elif self.verifies and rows > 1:
-            self._every_row[rows, context], _ = self._whole(rows, context, ran, single=False)
+            self._every_row[rows, context], _ = self._whole(rows, context, single=False)
 
-    def _whole(self, rows: int, context: int, ran: bool, single: bool) -> tuple[_Captured, bool]:
+    def _whole(self, rows: int, context: int, single: bool) -> tuple[_Captured, bool]:
         """The graph, and whether a row's K/V is stored and read in one launch. single: no two rows are of one sequence."""
         fields = self._fields(self._decode_sizes(rows))
         fields.t["logits_indices"].view(torch.int64).copy_(torch.arange(rows))
@@ -288,7 +286,7 @@ class CUDAGraphs:
             assert hidden is not None
             return self._tail(hidden, fields)
 
-        return self._capture(forward, fields, ran), self.model.ops.fuses_decode(batch().rows)
+        return self._capture(forward, fields), self.model.ops.fuses_decode(batch().rows)
 
     def _tail(self, hidden: torch.Tensor, fields: StaticFields) -> Outputs:
         logits = self.model.raw_logits(hidden, out=self._logits[: hidden.shape[0]])
@@ -297,8 +295,8 @@ class CUDAGraphs:
         return hidden, logits, greedy
 
     @torch.inference_mode()
-    def _capture(self, forward: Forward, fields: StaticFields, ran: bool = False) -> _Captured:
-        captured = _Captured(self._make_replay(forward, ran), fields)
+    def _capture(self, forward: Forward, fields: StaticFields) -> _Captured:
+        captured = _Captured(self._make_replay(forward), fields)
         self._of_fields[id(fields)] = captured
         return captured
 
@@ -356,22 +354,21 @@ class CUDAGraphs:
         return ForwardBatch(ids, rows, (t["slots_full"], t["slots_sliding"]), t["logits_indices"].view(torch.int64), wanted)
 
 
-def _run_once(forward: Forward, _: bool) -> Forward:
+def _run_once(forward: Forward) -> Forward:
     forward()
     return forward
 
 
 class _CUDACapture:
-    """Captures a forward; the first of its kernels runs once before, so that libraries make their workspaces outside. All graphs
-    share one memory pool."""
+    """Runs a forward once, which compiles its kernels and lets libraries make their workspaces, then captures it. All graphs share
+    one memory pool."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
-    def __call__(self, forward: Forward, ran: bool) -> Forward:
-        if not ran:
-            forward()
-            torch.cuda.synchronize()
+    def __call__(self, forward: Forward) -> Forward:
+        forward()
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
             outputs = forward()
