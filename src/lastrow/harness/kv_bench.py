@@ -22,7 +22,7 @@ from lastrow.engine.cuda_graphs import GraphBuckets
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.transfer import pin
 from lastrow.harness import kv_accuracy, prefix_bench
-from lastrow.harness.records import Ratio, Record, environment, interleave, markdown_table, values_of
+from lastrow.harness.records import Ratio, Record, environment, interleave, machine, markdown_table, values_of
 from lastrow.kv.layout import KVLayout, divide_budget
 from lastrow.kv.pool import KVPool
 from lastrow.models.config import ConfigError
@@ -391,7 +391,6 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
         "trained weights: what the formats change in answers is in docs/kv-cache.md, on tiny-e",
         "other cards, the server, several prefixes at once",
     ]
-    where = "h200" if "H200" in env.get("gpu", "") else "cpu"
-    record = Record(f"kv-{where}", "K/V economy", summary, env, report["rows"], absent)
+    record = Record(f"kv-{machine(env)}", "K/V economy", summary, env, report["rows"], absent)
     record.sections = [(PARTS[part][:1].upper() + PARTS[part][1:], section(part, result)) for part, result in report["parts"].items()]
     return record.write(folder)

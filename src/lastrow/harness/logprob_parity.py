@@ -21,7 +21,7 @@ from lastrow.engine.llm import LLM
 from lastrow.harness import reference
 from lastrow.harness.kv_accuracy import RANDOM_LENGTHS, chosen
 from lastrow.harness.parity import read_heldout
-from lastrow.harness.records import Record, environment, markdown_table
+from lastrow.harness.records import Record, environment, machine, markdown_table
 from lastrow.harness.transformers_arm import TransformersArm
 from lastrow.models.config import ConfigError
 from lastrow.models.shapes import named_shape
@@ -165,8 +165,7 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
         f"{env['steps_replayed']} steps replayed and {env['steps_eager']} eager. References read prompt and answer at once. "
         "In bf16 the scale of the embedding is rounded as the published model rounds it; the fp32 reference's is not."
     )
-    where = "h200" if "H200" in env.get("gpu", "") else "cpu"
-    record = Record(f"logprobs-{env['model']}-{where}", "Log probabilities in fast mode", summary, env, report["checks"], [
+    record = Record(f"logprobs-{env['model']}-{machine(env)}", "Log probabilities in fast mode", summary, env, report["checks"], [
         "answers' usefulness; other lengths and batches", *(["trained weights"] if env["model"] != "tiny-e" else []),
     ])  # fmt: skip
     record.sections = [("Results", render(report))]

@@ -17,7 +17,7 @@ from typing import Any
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.llm import LLM
-from lastrow.harness.records import Ratio, Record, environment, markdown_table, rounds_order
+from lastrow.harness.records import Ratio, Record, environment, machine, markdown_table, rounds_order
 from lastrow.models.config import ConfigError
 from lastrow.progress import track
 
@@ -173,7 +173,7 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
         "trained weights: the values of dummy weights do not change the work",
     ]
     record = Record(
-        "prefix-h200" if "H200" in env.get("gpu", "") else "prefix-gpu" if "gpu" in env else "prefix-cpu",
+        f"prefix-{machine(env)}",
         "First token behind a cached prefix",
         summary,
         env,

@@ -40,6 +40,12 @@ def environment(**more: Any) -> dict[str, Any]:
     }
 
 
+def machine(conditions: Mapping[str, Any]) -> str:
+    """What a page's name says of where it was measured: h200, gpu or cpu."""
+    gpu = conditions.get("gpu")
+    return "cpu" if gpu is None else "h200" if "H200" in gpu else "gpu"
+
+
 def _program() -> str:
     script = Path(sys.argv[0])
     return "lastrow" if script.name in ("lastrow", "__main__.py") else f"python {script}" if script.suffix == ".py" else script.name

@@ -21,7 +21,7 @@ from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.cuda_graphs import CUDAGraphs
 from lastrow.engine.draft_graphs import DraftGraphs
 from lastrow.engine.llm import LLM
-from lastrow.harness.records import Ratio, Record, environment, interleave, markdown_table, rounds_order, values_of
+from lastrow.harness.records import Ratio, Record, environment, interleave, machine, markdown_table, rounds_order, values_of
 from lastrow.models.config import ConfigError
 
 AIM = 1100.0  # output tokens/s of one stream at 3 accepted tokens a verification, issue 7
@@ -244,9 +244,8 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
         "acceptance: dummy weights have none. What a trained drafter accepts: docs/speculative-decoding.md, on tiny-e",
         "several streams, n-gram drafts, sampling other than greedy, a draft length that adapts",
     ]
-    where = "h200" if "H200" in env.get("gpu", "") else "cpu"
     record = Record(
-        f"speculative-{where}", "Speculative decoding of one stream, simulated acceptance", summary, env, report["rows"], absent
+        f"speculative-{machine(env)}", "Speculative decoding of one stream, simulated acceptance", summary, env, report["rows"], absent
     )
     record.sections = [
         ("Arms", f"* `{PLAIN}`: the same engine asked for no drafts\n* `{NULL}`: the null arm\n* `K drafts, P`: K drafts a step, each "
