@@ -203,6 +203,7 @@ def main() -> None:
         url = f"http://127.0.0.1:{args.port}"
         wait_ready(url, server)
         start = time.monotonic() - began
+        print(json.dumps({"ready_seconds": round(start, 1)}), flush=True)
         rows = measure(llm, Served(url, server.pid), args)
         where = environment(command="tools/bench_server.py " + " ".join(sys.argv[1:]), accelerator=_accelerator())
         took = {"start_seconds": round(start, 1), "total_seconds": round(time.monotonic() - began, 1)}
