@@ -24,7 +24,7 @@ def llm() -> LLM:
     torch.set_num_threads(1)
     llm = LLM("tiny-e", max_num_seqs=16, max_num_batched_tokens=192)
     runner = llm.engine.runner
-    runner.inputs.tile_rows = (16,)
+    runner.inputs.use_tiles((16,))
     graphs = CUDAGraphs(llm.engine.runner.model, runner.pool, runner.inputs, BUCKETS, capture=lambda forward: forward)
     graphs.warm_up()
     runner.use_graphs(graphs)

@@ -23,6 +23,7 @@ from lastrow.kernels import (
     ple_inputs,
     qkv_epilogue,
     split_linear,
+    token_fields,
 )
 from lastrow.kernels.kv_cache import PagedKV
 from lastrow.kernels.rows import QueryRows
@@ -133,6 +134,15 @@ def _copy_tokens(device: str) -> None:
         copy_tokens.triton(pool(device, kv_heads, d, form), _new(device, 3, 4, dtype=torch.int32))
 
 
+def _token_fields(device: str) -> None:
+    def ints(*shape: int) -> torch.Tensor:
+        return _new(device, *shape, dtype=torch.int32)
+
+    for lists in (0, 2):
+        parts, tables, out = ints(token_fields.PART_FIELDS + lists, 3), ints(2, 65, 128), ints(token_fields.TOKEN_FIELDS, 2048)
+        token_fields.triton(ints(2048), parts, ints(64), tables, ints(65), 64, out, ints(lists), ints(lists, 128 * lists, 5))
+
+
 def _centroid_head(device: str) -> None:
     top = _new(device, 4, 32, dtype=torch.int64)
     centroid_head.triton_gather(_new(device, 4, 256), _new(device, 2048, 128, 256), top)
@@ -146,6 +156,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "split_linear": _split_linear,
     "centroid_head": _centroid_head,
     "copy_tokens": _copy_tokens,
+    "token_fields": _token_fields,
 }
 for _form in STORAGE:
     CASES |= {

@@ -74,7 +74,10 @@ class LLM:
             waiting = 0
             for i, (item, (text, tokens), p, rank) in enumerate(zip(items, texts, params, order, strict=True)):
                 request_id = str(next(self._ids))
-                self.engine.add_request(request_id, tokens, p, prompt=text, priority=rank, cache_salt=_salt(item), is_kept=True)
+                self.engine.add_request(
+                    request_id, tokens, p, prompt=text, priority=rank, cache_salt=_salt(item), is_kept=True,
+                    same_params=i > 0 and p is params[i - 1],
+                )  # fmt: skip
                 ids.append(request_id)
                 waiting += len(tokens)
                 if waiting >= LAUNCH_TOKENS and len(items) - i > LAUNCH_PROMPTS:

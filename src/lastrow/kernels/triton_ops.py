@@ -24,6 +24,7 @@ from lastrow.kernels import (
     ple_inputs,
     qkv_epilogue,
     split_linear,
+    token_fields,
 )
 from lastrow.kernels._triton import HAS_TRITON, INTERPRETED
 from lastrow.kernels.kv_cache import PagedKV
@@ -63,6 +64,10 @@ class TritonOps:
 
             self._ws = attention_ws
         self._counters: dict[torch.device, torch.Tensor] = {}
+
+    def token_fields(self, *args, **kwargs):
+        self.counts["token_fields"] += 1
+        token_fields.triton(*args, **kwargs)
 
     def embedding(self, ids, table, scale, norm_weight, eps):
         self.counts["embedding"] += 1
