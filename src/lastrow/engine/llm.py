@@ -152,17 +152,17 @@ class LLM:
 
         return score(self.decider, prompt, choices, use_tqdm, output)
 
-    def loglikelihood(self, pairs: Any, *, use_tqdm: bool = True) -> Any:
+    def loglikelihood(self, pairs: Any, *, use_tqdm: bool = True, output: str | Path | None = None) -> Any:
         """(context, continuation) pairs, texts or token ids, in a list or an iterable -> lastrow.decisions.Loglikelihood of each, as
-        lm-eval defines it. Neighbours with the same context share it. Raises ValueError."""
+        lm-eval defines it. Neighbours with the same context share it. output: as in `decide`. Raises ValueError."""
         from lastrow.decisions.api import loglikelihood
 
-        return loglikelihood(self.decider, pairs, use_tqdm)
+        return loglikelihood(self.decider, pairs, use_tqdm, output)
 
     def rank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Iterable[str],
         *,
         top_n: int | None = None,
         instructions: str | None = None,
@@ -170,9 +170,9 @@ class LLM:
     ) -> Any:
         """Documents by the probability that they answer the query, most relevant first: a list of lastrow.decisions.Ranked. The query
         is computed once. Raises ValueError."""
-        from lastrow.decisions.api import ranked
+        from lastrow.decisions.api import rank
 
-        return ranked(documents, self.decider.rank(query, documents, instructions, prompt_template), top_n)
+        return rank(self.decider, query, documents, top_n, instructions, prompt_template)
 
     @cached_property
     def decider(self) -> Decider:
