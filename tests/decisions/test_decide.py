@@ -260,6 +260,18 @@ def test_what_is_no_state_is_refused_at_once(llm: LLM, state: Any) -> None:
         llm.decide(state, [TEAM])
 
 
+def test_lists_show_their_progress_on_a_terminal(llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for run, word in (
+        (lambda: llm.decide(STATES, [TEAM]), "deciding"),
+        (lambda: llm.score(["a", "b"], [" x", " y"]), "scoring"),
+        (lambda: llm.loglikelihood([("a", " x")]), "scoring"),
+    ):
+        run()
+        shown = capsys.readouterr()
+        assert word in shown.err and "100%" in shown.err and shown.out == ""
+
+
 def test_a_partial_output_file_is_continued(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     whole = llm.decide(STATES, [TEAM, SPAM], use_tqdm=False)

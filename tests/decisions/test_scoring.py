@@ -89,8 +89,15 @@ def test_log_likelihoods_and_whether_they_are_greedy(llm: LLM, reference: Any) -
         log, is_greedy = continuation_logs(reference, encode(context + continuation), len(encode(kept)))
         assert result.logprob == pytest.approx(log, abs=TOLERANCE) and result.is_greedy is is_greedy
     assert results[-1].is_greedy and not all(r.is_greedy for r in results)
-    bad = [([], [5]), (PROMPT, ""), (PROMPT,), PROMPT, (7, 8)]
-    wanted = ["a context", "a continuation", "is no pair", "is no pair", "must both be texts, or both token ids"]
+    bad = [([], [5]), (PROMPT, ""), ("a", "b"), (PROMPT,), PROMPT, (7, 8)]
+    wanted = [
+        "a context",
+        "a continuation",
+        "'b' melts into the context's last token",
+        "is no pair",
+        "is no pair",
+        "must both be texts, or both token ids",
+    ]
     for pair, message in zip(bad, wanted, strict=True):
         with pytest.raises(DecisionError, match=message):
             llm.loglikelihood([pair], use_tqdm=False)

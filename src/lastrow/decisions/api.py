@@ -126,6 +126,10 @@ class Decider:
         continuation = context[len(kept) :] + continuation
         ids = self.splicer.encode(kept)
         whole = self.splicer.join(kept, ids, continuation, self.splicer.encode(continuation))
+        if continuation and len(whole) <= len(ids):
+            raise DecisionError(
+                f"the continuation {continuation!r} melts into the context's last token: begin it with a space, or give token ids"
+            )
         return [bos, *ids], whole[len(ids) :]
 
     def rank(
