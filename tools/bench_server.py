@@ -175,7 +175,7 @@ def measure(llm: Any, served: Served, args: argparse.Namespace) -> list[dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--model", default="tiny-e")
+    parser.add_argument("--model", help="default: tiny-e, or what --shape names")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--concurrency", type=int, default=0, help="open requests at a time; 0: all")
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -190,16 +190,17 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     engine_parser = argparse.ArgumentParser(prog="bench_server.py", usage=argparse.SUPPRESS, allow_abbrev=False)
     add_engine_flags(engine_parser)
-    options = engine_options(engine_parser.parse_args(flags))
+    options = engine_options(engine_parser.parse_args(flags, argparse.Namespace(model=args.model)))
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     began = time.monotonic()
-    command = [sys.executable, "-m", "lastrow", "serve", args.model, "--port", str(args.port), "--uvicorn-log-level", "warning", *flags]
+    model = [] if args.model is None else [args.model]
+    command = [sys.executable, "-m", "lastrow", "serve", *model, "--port", str(args.port), "--uvicorn-log-level", "warning", *flags]
     server = subprocess.Popen(command)
     try:
         from lastrow import LLM
         from lastrow.harness.records import environment
 
-        llm = LLM(model=args.model, **options)
+        llm = LLM(**options)
         url = f"http://127.0.0.1:{args.port}"
         wait_ready(url, server)
         start = time.monotonic() - began
