@@ -43,11 +43,11 @@ def build(name, cases, form, dtype, device, own, k_eq_v=False, block_size=16):
     return args, keys
 
 
-def check(args, keys, limit, **config):
+def check(args, keys, limit, run=decode_attention.triton, **config):
     qkv, rows, rope, q_weight, d, eps, pool, table, window = args
     copy = PagedKV(*(None if t is None else t.clone() for t in (pool.k, pool.v, pool.k_scale, pool.v_scale)))
     counters = torch.zeros(64, dtype=torch.int32, device=qkv.device)
-    got = decode_attention.triton(*args, **keys, counters=counters, **config)
+    got = run(*args, **keys, counters=counters, **config)
     assert not counters.any()
     own = dict(kv=copy, kv_heads=pool.k.shape[2], **keys) if keys else {}
     q = qkv_epilogue.triton(qkv, rows.positions, rope, q_weight, d, eps, **own)
@@ -112,3 +112,26 @@ def test_real_shapes_in_bf16(name, form, own, rows):
         mine = PagedKV(*(None if t is None else t.clone() for t in (pool.k, pool.v, pool.k_scale, pool.v_scale)))
         # as in test_attention: the result is rounded once, the probabilities once
         check((*args[:6], mine, *args[7:]), keys, 4e-3, pdl=rows > 1, config=config)
+
+
+WARPS = {256: [dict(), dict(warps=8, registers=128), dict(warps=16, ahead=1, reload=True)],
+         512: [dict(ahead=1, reload=True), dict(ahead=0, warps=8, reload=True), dict(ahead=1, reload=True, shared=True),
+               dict(warps=2, shared=True)]}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [True, False], ids=["owner", "sharing"])
+@pytest.mark.parametrize("form", FORMATS[1:])
+@pytest.mark.parametrize("name", ["E2B sliding", "E2B full", "E4B sliding"])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_warps_that_stream_keys_of_their_own(name, form, own, pdl):
+    from lastrow.kernels import decode_attention_warps  # Gluon: on a card alone
+
+    args, keys = build(name, REAL, form, torch.bfloat16, "cuda", own, block_size=64)
+    for config in WARPS[args[4]]:
+        for chunk in (64, 512, 1 << 20):
+            mine = PagedKV(*(None if t is None else t.clone() for t in args[6].tensors()))
+            check(
+                (*args[:6], mine, *args[7:]), keys, 4e-3, decode_attention_warps.triton, pdl=pdl,
+                config=decode_attention_warps.WarpsConfig(chunk, **config),
+            )  # fmt: skip

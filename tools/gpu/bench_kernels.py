@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import statistics
 import sys
@@ -31,6 +32,7 @@ from lastrow.kernels import (
     attention_ws,
     centroid_head,
     decode_attention,
+    decode_attention_warps,
     embedding,
     geglu,
     gemv,
@@ -224,15 +226,39 @@ def bench_rows(b: Bench) -> None:
 
 
 FORMS = {"auto": BF16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-LONG = {  # (keys, stages, warps) by head dim; the first is the one of short contexts
-    512: ((64, 2, 8), (32, 3, 4), (32, 4, 4), (16, 3, 4), (16, 4, 4), (64, 3, 4), (64, 3, 8), (32, 3, 8), (32, 1, 4)),
-    256: ((64, 2, 8), (64, 3, 4), (32, 3, 4), (32, 4, 4), (64, 1, 8), (32, 1, 4)),
+TILES = {  # chunk, keys, stages, warps by head dim; the first was the choice for bf16 in 2026-11
+    512: ((1024, 64, 2, 8), (1024, 32, 3, 4), (1024, 16, 3, 4), (512, 16, 3, 4)),
+    256: ((128, 64, 2, 8), (128, 32, 3, 4), (512, 64, 3, 4)),
 }
+ONE_ROW = {512: ((64, 64, 1, 8), (256, 32, 3, 4), (128, 32, 3, 4)), 256: ((32, 32, 1, 8), (128, 32, 3, 4))}
+WARPS: dict[int, tuple[dict[str, Any], ...]] = {  # decode_attention_warps by head dim, without the chunk
+    512: (
+        dict(warps=4, ahead=1, reload=True), dict(warps=4, ahead=0, reload=True), dict(warps=4, ahead=2, reload=True),
+        dict(warps=8, ahead=1, reload=True), dict(warps=4, ahead=1, reload=True, shared=True), dict(warps=4, ahead=2, shared=True),
+        dict(warps=2, ahead=1, reload=True, shared=True),
+    ),
+    256: (
+        dict(warps=4), dict(warps=4, registers=168), dict(warps=8), dict(warps=8, registers=128), dict(warps=16, ahead=1, reload=True),
+        dict(warps=2),
+    ),
+}  # fmt: skip
+WHOLE = 1 << 20
+"""A chunk that is no split: one program reads the whole window."""
+
+
+def chunks_of(rows: int, warps: int, context: int, window: int, slots: int = 132 * 8) -> tuple[int, ...]:
+    """Chunks worth trying of `rows` rows by programs of `warps` warps, `slots` of which the card holds."""
+    if window:
+        return (128, 512, WHOLE) if warps == 16 else (128, 256, WHOLE) if warps == 8 else (64, 128, 256)
+    if rows == 1:
+        return (64, 128, 256)
+    return tuple({-(-context // max(slots * waves // warps // rows, 1) // 16) * 16: None for waves in (1, 2)})
 
 
 def bench_decode(b: Bench, context: int = 7936) -> None:
-    """decode_attention over long contexts: configurations by storage format. Copies of a call read other keys, so that the
-    L2 cache does not answer."""
+    """decode_attention over long contexts: kernels and configurations by storage format. Copies of a call read other keys, so that
+    the L2 cache does not answer. Names: tiles chunk/keys/stages/warps; warps chunk/warps/ahead and what else is set."""
+    tile, warp = decode_attention.DecodeConfig, decode_attention_warps.WarpsConfig
     for d, window in ((512, 0), (256, 512)):
         full, every, table = prompts([context] * 64, d)
         w, rope = near_one(d), rope_table(d, 1e4, context, None, BF16, "cuda")
@@ -244,42 +270,62 @@ def bench_decode(b: Bench, context: int = 7936) -> None:
                 (k, ks), (v, vs) = (kv_cache.quantize(x, storage) for x in (full.k, full.v))
                 pools[form] = PagedKV(k, v, ks, vs)
 
-        def compiled(case: tuple[PagedKV, decode_attention.DecodeConfig]) -> None:
+        def call(kv: PagedKV, qkv: torch.Tensor, rows: QueryRows, slots: torch.Tensor, config: Any, pdl: bool) -> torch.Tensor:
+            kernel = decode_attention if isinstance(config, tile) else decode_attention_warps
+            return kernel.triton(qkv, rows, rope, w, d, EPS, kv, table, window, w, slots, counters=counters, pdl=pdl, config=config)
+
+        def compiled(case: tuple[PagedKV, Any, bool]) -> None:
+            kv, config, pdl = case
             qkv, slots = rnd(1, 10 * d), torch.full((1,), -1, dtype=torch.int32, device="cuda")
             rows = QueryRows(slots + context, slots + 1, every.block_tables, (1,), (context,), 1)
             with contextlib.suppress(Exception):  # compare() says what does not fit
-                decode_attention.triton(qkv, rows, rope, w, d, EPS, case[0], table, window, w, slots, counters=counters, config=case[1])
+                call(kv, qkv, rows, slots, config, pdl)
 
+        def variants(kv: PagedKV, r: int) -> dict[str, tuple[Any, bool]]:
+            """Configurations and whether as a dependent launch."""
+            chosen = decode_attention.decode_config(r, context, window, d, kv.is_quantized)
+            shapes = () if kv.is_quantized else (TILES if r > 1 else ONE_ROW)[d]
+            tiles = [chosen, *(tile(*shape) for shape in shapes if tile(*shape) != chosen)]
+            out = {f"{'chosen ' if c is chosen else ''}tiles {c.chunk}/{c.keys}/{c.stages}/{c.warps}": (c, False) for c in tiles}
+            out["chosen, PDL"] = (chosen, True)
+            for i, shape in enumerate(WARPS[d] if kv.is_quantized else ()):
+                for chunk in chunks_of(r, shape["warps"], context, window):
+                    c = warp(chunk, **shape)
+                    name = f"warps {'whole' if chunk == WHOLE else chunk}/{c.warps}/{c.ahead}" + "".join(
+                        [" shared" * c.shared, " reload" * c.reload, f" {c.registers} registers" if c.registers else ""]
+                    )
+                    out[name] = (c, False)
+                    if i == 0:
+                        out[name + ", PDL"] = (c, True)
+            return out
+
+        # the chunk is no constant of a kernel: one launch per other field compiles it
+        cases = {
+            (form, dataclasses.replace(c, chunk=0), pdl): (kv, c, pdl)
+            for form, kv in pools.items() for r in (64, 16, 1) for c, pdl in variants(kv, r).values()
+        }  # fmt: skip
         with ThreadPoolExecutor(16) as threads:
-            one = decode_attention.decode_config(1, context, window, d)
-            shapes = (*LONG[d], (one.keys, one.stages, one.warps))
-            list(threads.map(compiled, [(kv, decode_attention.DecodeConfig(1024, *shape)) for shape in shapes for kv in pools.values()]))
+            list(threads.map(compiled, cases.values()))
         torch.cuda.synchronize()
         for form, kv in pools.items():
-            for r in (64, 1):
+            for r in (64, 16, 1):
                 qkv, slots = rnd(r, 10 * d), torch.full((r,), -1, dtype=torch.int32, device="cuda")
                 copies = 1 if r * (window or context) > 100_000 else 8
                 index = torch.arange(r, dtype=torch.int32, device="cuda")
                 calls = [QueryRows(torch.full_like(index, context - 1 - (600 * i if r > 1 else 0)), index + (i if r == 1 else 0),
                                    every.block_tables, (1,) * r, (context,) * r, r) for i in range(copies)]  # fmt: skip
 
-                def run(config: decode_attention.DecodeConfig) -> torch.Tensor:
-                    outs = [decode_attention.triton(qkv, rows, rope, w, d, EPS, kv, table, window, w, slots, counters=counters,
-                                                    config=config) for rows in calls]  # fmt: skip
+                def run(config: Any, pdl: bool) -> torch.Tensor:
+                    outs = [call(kv, qkv, rows, slots, config, pdl) for rows in calls]
                     return outs[0]
 
-                chunks = (64, 128, 256) if r == 1 else (128, 256, 512) if window else (512, 1024)
-                shapes = LONG[d] if r > 1 else LONG[d][:4]
-                configs = [decode_attention.DecodeConfig(max(c, s[0]), *s) for s in shapes for c in chunks]
-                configs.insert(0, decode_attention.decode_config(r, context, window, d, kv.is_quantized))
                 few = min(r, 2)
                 q = qkv_epilogue.triton(qkv[:, : 8 * d].contiguous(), calls[0].positions, rope, w, d, EPS)
                 small = QueryRows(calls[0].positions[:few], index[:few], every.block_tables, (1,) * few, (context,) * few)
                 assert q is not None
                 b.compare(
                     "decode", f"{form} d{d} window {window} context {context} rows {r}",
-                    {f"{'chosen ' if i == 0 else ''}{c.chunk}/{c.keys}/{c.stages}/{c.warps}": lambda c=c: run(c)
-                     for i, c in enumerate(configs)},
+                    {name: lambda c=c, pdl=pdl: run(c, pdl) for name, (c, pdl) in variants(kv, r).items()},
                     unit="TB/s", work=2.0 * r * (window or context) * (d * kv.k.element_size() + (4 if kv.is_quantized else 0)),
                     expected=attention.reference(q[:few].float(), kv, small, table, window), view=lambda x, few=few: x[:few],
                     graph=copies,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from lastrow.kernels import (
     centroid_head,
     copy_tokens,
     decode_attention,
+    decode_attention_warps,
     embedding,
     geglu,
     gemv,
@@ -106,6 +108,18 @@ def _decode(heads: int, kv_heads: int, d: int, window: int, form: str, own: bool
     return case
 
 
+def _decode_warps(d: int, window: int, form: str, warps: int, own: bool = True, **config: Any) -> Callable[[str], None]:
+    def case(device: str) -> None:
+        r, table = rows(device, [1, 1])
+        w, slots = _new(device, d), _new(device, 2, dtype=torch.int32)
+        args = (_new(device, 2, (10 if own else 8) * d), r, _new(device, 64, 2, d // 2), w, d, EPS, pool(device, 1, d, form), table, window)
+        keys = dict(k_weight=w, slots=slots) if own else {}
+        c = decode_attention_warps.WarpsConfig(1024, warps, **config)
+        decode_attention_warps.triton(*args, **keys, counters=_new(device, 128, dtype=torch.int32), pdl=True, config=c)
+
+    return case
+
+
 def _gemv(device: str) -> None:
     x, w = _new(device, 1, 1536), _new(device, 1536)
     seam = dict(residual=x, post_weight=w, pre_weight=w, scalar=_new(device, 1), pdl=True)
@@ -158,6 +172,13 @@ for _form in STORAGE:
         f"attention full {_form}": _attention(attention.triton, 8, 1, 512, 0, _form),
         f"rows sliding {_form}": _attention(attention_rows.triton, 8, 1, 256, 512, _form),
         f"rows full {_form}": _attention(attention_rows.triton, 8, 1, 512, 0, _form),
+    }
+for _form in list(STORAGE)[1:]:
+    CASES |= {
+        f"warps sliding {_form}": _decode_warps(256, 512, _form, 4),
+        f"warps full {_form}": _decode_warps(512, 0, _form, 4, ahead=1, reload=True),
+        f"warps shared {_form}": _decode_warps(512, 0, _form, 4, ahead=1, reload=True, shared=True),
+        f"warps sharing {_form}": _decode_warps(256, 512, _form, 4, own=False),
     }
 CASES |= {
     "ws sliding": _attention(attention_ws.triton, 8, 1, 256, 512, "auto"),
