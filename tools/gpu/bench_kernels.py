@@ -238,8 +238,8 @@ WARPS: dict[int, tuple[dict[str, Any], ...]] = {  # decode_attention_warps by he
         dict(warps=2, ahead=1, reload=True, shared=True),
     ),
     256: (
-        dict(warps=4), dict(warps=4, registers=168), dict(warps=8), dict(warps=8, registers=128), dict(warps=16, ahead=1, reload=True),
-        dict(warps=2),
+        dict(warps=4, registers=168, reload=True), dict(warps=4), dict(warps=8), dict(warps=8, registers=128, ahead=1, reload=True),
+        dict(warps=16, ahead=1, reload=True), dict(warps=2, registers=168, reload=True),
     ),
 }  # fmt: skip
 WHOLE = 1 << 20
@@ -287,7 +287,8 @@ def bench_decode(b: Bench, context: int = 7936) -> None:
             shapes = () if kv.is_quantized else (TILES if r > 1 else ONE_ROW)[d]
             tiles = [chosen, *(tile(*shape) for shape in shapes if tile(*shape) != chosen)]
             out = {f"{'chosen ' if c is chosen else ''}tiles {c.chunk}/{c.keys}/{c.stages}/{c.warps}": (c, False) for c in tiles}
-            out["chosen, PDL"] = (chosen, True)
+            if r == 64:
+                out["chosen, PDL"] = (chosen, True)
             for i, shape in enumerate(WARPS[d] if kv.is_quantized else ()):
                 for chunk in chunks_of(r, shape["warps"], context, window):
                     c = warp(chunk, **shape)
@@ -295,7 +296,7 @@ def bench_decode(b: Bench, context: int = 7936) -> None:
                         [" shared" * c.shared, " reload" * c.reload, f" {c.registers} registers" if c.registers else ""]
                     )
                     out[name] = (c, False)
-                    if i == 0:
+                    if i == 0 and r == 64:
                         out[name + ", PDL"] = (c, True)
             return out
 
