@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 
 from lastrow.kernels import (
     add_norm,
@@ -226,42 +227,36 @@ def bench_rows(b: Bench) -> None:
 
 
 FORMS = {"auto": BF16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-TILES = {  # chunk, keys, stages, warps by head dim; the first was the choice for bf16 in 2026-11
-    512: ((1024, 64, 2, 8), (1024, 32, 3, 4), (1024, 16, 3, 4), (512, 16, 3, 4)),
-    256: ((128, 64, 2, 8), (128, 32, 3, 4), (512, 64, 3, 4)),
+# Beside the configuration that is chosen, by head dim and rows: chunk, keys, stages, warps of decode_attention for bf16; splits, warps,
+# ahead, shared, prefetch of decode_attention_warps.
+TILES = {
+    (512, 64): ((1024, 32, 3, 4), (512, 16, 3, 4), (1024, 64, 2, 8), (256, 64, 2, 8)),
+    (512, 16): ((512, 32, 3, 4), (256, 64, 2, 8), (64, 64, 1, 8)),
+    (512, 1): ((128, 32, 3, 4), (64, 64, 1, 8), (32, 32, 1, 8)),
+    (256, 64): ((512, 64, 3, 4), (256, 32, 3, 4), (128, 64, 2, 8)),
+    (256, 16): ((128, 64, 2, 8), (64, 64, 1, 8)),
+    (256, 1): ((128, 32, 3, 4),),
 }
-ONE_ROW = {512: ((64, 64, 1, 8), (256, 32, 3, 4), (128, 32, 3, 4)), 256: ((32, 32, 1, 8), (128, 32, 3, 4))}
-WARPS: dict[int, tuple[dict[str, Any], ...]] = {  # decode_attention_warps by head dim, without the chunk
-    512: (
-        dict(warps=4, ahead=1, reload=True), dict(warps=4, ahead=0, reload=True), dict(warps=4, ahead=2, reload=True),
-        dict(warps=8, ahead=1, reload=True), dict(warps=4, ahead=1, reload=True, shared=True), dict(warps=4, ahead=2, shared=True),
-        dict(warps=2, ahead=1, reload=True, shared=True),
-    ),
-    256: (
-        dict(warps=4, registers=168, reload=True), dict(warps=4), dict(warps=8), dict(warps=8, registers=128, ahead=1, reload=True),
-        dict(warps=16, ahead=1, reload=True), dict(warps=2, registers=168, reload=True),
-    ),
-}  # fmt: skip
-WHOLE = 1 << 20
-"""A chunk that is no split: one program reads the whole window."""
+WARPS = {
+    (512, 64): ((4, 4, 2, True), (4, 4, 1, True, 128), (4, 4, 2, True, 128), (8, 2, 1, True)),
+    (512, 16): ((16, 4, 2, True), (16, 4, 1, True, 128)),
+    (512, 1): ((32, 4, 1, True), (62, 4, 1, True, 128)),
+    (256, 64): ((4, 2, 2), (2, 8, 2), (4, 4, 2, False, 128), (2, 8, 2, False, 256), (4, 2, 2, True), (1, 8, 2)),
+    (256, 16): ((4, 2, 2), (2, 8, 2), (4, 4, 2, False, 128), (8, 4, 2)),
+    (256, 1): ((4, 4, 2), (8, 4, 2), (4, 4, 2, False, 128)),
+}
 
 
-def chunks_of(rows: int, warps: int, context: int, window: int, slots: int = 132 * 8) -> tuple[int, ...]:
-    """Chunks worth trying of `rows` rows by programs of `warps` warps, `slots` of which the card holds."""
-    if window:
-        return (128, 512, WHOLE) if warps == 16 else (128, 256, WHOLE) if warps == 8 else (64, 128, 256)
-    if rows == 1:
-        return (64, 128, 256)
-    return tuple({-(-context // max(slots * waves // warps // rows, 1) // 16) * 16: None for waves in (1, 2)})
-
-
-def bench_decode(b: Bench, context: int = 7936) -> None:
-    """decode_attention over long contexts: kernels and configurations by storage format. Copies of a call read other keys, so that
-    the L2 cache does not answer. Names: tiles chunk/keys/stages/warps; warps chunk/warps/ahead and what else is set."""
-    tile, warp = decode_attention.DecodeConfig, decode_attention_warps.WarpsConfig
-    for d, window in ((512, 0), (256, 512)):
+def bench_decode(b: Bench) -> None:
+    """decode_attention over long contexts: kernels and configurations by storage format, each call behind its qkv projection as in a
+    step, all dependent launches; "projections" is that chain alone. Copies of a call read other keys, so that the L2 cache does not
+    answer. Names: tiles chunk/keys/stages/warps; warps splits/warps/ahead and what else is set."""
+    tile, warp = decode_attention.DecodeConfig, decode_attention.WarpsConfig
+    for d, window, context in ((512, 0, 7936), (256, 512, 7936), (512, 0, 1984)):
+        bucket = triton.next_power_of_2(context)  # a configuration is chosen by the length of a graph's bucket
         full, every, table = prompts([context] * 64, d)
         w, rope = near_one(d), rope_table(d, 1e4, context, None, BF16, "cuda")
+        weights = [rnd(10 * d, H, scale=H**-0.5) for _ in range(8)]
         counters = torch.zeros(1024, dtype=torch.int32, device="cuda")
         pools = {}
         for form, storage in FORMS.items():
@@ -270,63 +265,61 @@ def bench_decode(b: Bench, context: int = 7936) -> None:
                 (k, ks), (v, vs) = (kv_cache.quantize(x, storage) for x in (full.k, full.v))
                 pools[form] = PagedKV(k, v, ks, vs)
 
-        def call(kv: PagedKV, qkv: torch.Tensor, rows: QueryRows, slots: torch.Tensor, config: Any, pdl: bool) -> torch.Tensor:
+        def call(kv: PagedKV, qkv: torch.Tensor, rows: QueryRows, slots: torch.Tensor, config: Any) -> torch.Tensor:
             kernel = decode_attention if isinstance(config, tile) else decode_attention_warps
-            return kernel.triton(qkv, rows, rope, w, d, EPS, kv, table, window, w, slots, counters=counters, pdl=pdl, config=config)
+            return kernel.triton(qkv, rows, rope, w, d, EPS, kv, table, window, w, slots, counters=counters, pdl=True, config=config)
 
-        def compiled(case: tuple[PagedKV, Any, bool]) -> None:
-            kv, config, pdl = case
-            qkv, slots = rnd(1, 10 * d), torch.full((1,), -1, dtype=torch.int32, device="cuda")
+        def compiled(case: tuple[PagedKV, Any, int]) -> None:
+            kv, config, r = case
+            slots = torch.full((1,), -1, dtype=torch.int32, device="cuda")
             rows = QueryRows(slots + context, slots + 1, every.block_tables, (1,), (context,), 1)
             with contextlib.suppress(Exception):  # compare() says what does not fit
-                call(kv, qkv, rows, slots, config, pdl)
+                call(kv, split_linear.triton(rnd(r, H), weights[0])[:, :1].contiguous(), rows, slots, config)
 
-        def variants(kv: PagedKV, r: int) -> dict[str, tuple[Any, bool]]:
-            """Configurations and whether as a dependent launch."""
-            chosen = decode_attention.decode_config(r, context, window, d, kv.is_quantized)
-            shapes = () if kv.is_quantized else (TILES if r > 1 else ONE_ROW)[d]
-            tiles = [chosen, *(tile(*shape) for shape in shapes if tile(*shape) != chosen)]
-            out = {f"{'chosen ' if c is chosen else ''}tiles {c.chunk}/{c.keys}/{c.stages}/{c.warps}": (c, False) for c in tiles}
-            if r == 64:
-                out["chosen, PDL"] = (chosen, True)
-            for i, shape in enumerate(WARPS[d] if kv.is_quantized else ()):
-                for chunk in chunks_of(r, shape["warps"], context, window):
-                    c = warp(chunk, **shape)
-                    name = f"warps {'whole' if chunk == WHOLE else chunk}/{c.warps}/{c.ahead}" + "".join(
-                        [" shared" * c.shared, " reload" * c.reload, f" {c.registers} registers" if c.registers else ""]
-                    )
-                    out[name] = (c, False)
-                    if i == 0 and r == 64:
-                        out[name + ", PDL"] = (c, True)
+        def variants(kv: PagedKV, r: int) -> dict[str, Any]:
+            chosen = decode_attention.warps_config(r, bucket, window, d) if kv.is_quantized else None
+            others = [warp(*shape) for shape in WARPS[d, r]] if kv.is_quantized else [tile(*shape) for shape in TILES[d, r]]
+            tiles = decode_attention.decode_config(r, bucket, window)
+            out = {}
+            for c in dict.fromkeys((chosen or tiles, tiles, *others)):
+                name = "chosen " * (c == (chosen or tiles))
+                if isinstance(c, tile):
+                    name += f"tiles {c.chunk}/{c.keys}/{c.stages}/{c.warps}"
+                else:
+                    name += f"warps {c.splits}/{c.warps}/{c.ahead}{' shared' * c.shared}{f' prefetch {c.prefetch}' * (c.prefetch > 0)}"
+                out[name] = c
             return out
 
-        # the chunk is no constant of a kernel: one launch per other field compiles it
+        # chunks and splits are no constants of a kernel: one launch per other field compiles it
         cases = {
-            (form, dataclasses.replace(c, chunk=0), pdl): (kv, c, pdl)
-            for form, kv in pools.items() for r in (64, 16, 1) for c, pdl in variants(kv, r).values()
+            (form, dataclasses.replace(c, chunk=0) if isinstance(c, tile) else dataclasses.replace(c, splits=1), r): (kv, c, r)
+            for form, kv in pools.items() for r in (64, 16, 1) for c in variants(kv, r).values()
         }  # fmt: skip
         with ThreadPoolExecutor(16) as threads:
             list(threads.map(compiled, cases.values()))
         torch.cuda.synchronize()
-        for form, kv in pools.items():
-            for r in (64, 16, 1):
-                qkv, slots = rnd(r, 10 * d), torch.full((r,), -1, dtype=torch.int32, device="cuda")
-                copies = 1 if r * (window or context) > 100_000 else 8
-                index = torch.arange(r, dtype=torch.int32, device="cuda")
-                calls = [QueryRows(torch.full_like(index, context - 1 - (600 * i if r > 1 else 0)), index + (i if r == 1 else 0),
-                                   every.block_tables, (1,) * r, (context,) * r, r) for i in range(copies)]  # fmt: skip
+        for r in (64, 16, 1):
+            x, slots = rnd(r, H), torch.full((r,), -1, dtype=torch.int32, device="cuda")
+            copies = 2 if r * (window or context) > 100_000 else 8
+            index = torch.arange(r, dtype=torch.int32, device="cuda")
+            calls = [QueryRows(torch.full_like(index, context - 1 - (100 * i if r > 1 else 0)), index + (i if r == 1 else 0),
+                               every.block_tables, (1,) * r, (bucket,) * r, r) for i in range(copies)]  # fmt: skip
+            b.compare("decode", f"projections d{d} rows {r}", {"split_linear": lambda: [
+                split_linear.triton(x, weight) for weight in weights[:copies]]}, unit="TB/s", work=20.0 * d * H, graph=copies)  # fmt: skip
+            few = min(r, 2)
+            q = qkv_epilogue.triton(split_linear.triton(x, weights[0])[..., : 8 * d].contiguous(), calls[0].positions, rope, w, d, EPS)
+            small = QueryRows(calls[0].positions[:few], index[:few], every.block_tables, (1,) * few, (context,) * few)
+            assert q is not None
+            for form, kv in pools.items():
 
-                def run(config: Any, pdl: bool) -> torch.Tensor:
-                    outs = [call(kv, qkv, rows, slots, config, pdl) for rows in calls]
+                def run(config: Any) -> torch.Tensor:
+                    outs = [call(kv, split_linear.triton(x, weight), rows, slots, config)
+                            for rows, weight in zip(calls, weights, strict=False)]  # fmt: skip
                     return outs[0]
 
-                few = min(r, 2)
-                q = qkv_epilogue.triton(qkv[:, : 8 * d].contiguous(), calls[0].positions, rope, w, d, EPS)
-                small = QueryRows(calls[0].positions[:few], index[:few], every.block_tables, (1,) * few, (context,) * few)
-                assert q is not None
                 b.compare(
                     "decode", f"{form} d{d} window {window} context {context} rows {r}",
-                    {name: lambda c=c, pdl=pdl: run(c, pdl) for name, (c, pdl) in variants(kv, r).items()},
+                    {name: lambda c=c: run(c) for name, c in variants(kv, r).items()},
                     unit="TB/s", work=2.0 * r * (window or context) * (d * kv.k.element_size() + (4 if kv.is_quantized else 0)),
                     expected=attention.reference(q[:few].float(), kv, small, table, window), view=lambda x, few=few: x[:few],
                     graph=copies,
