@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from lastrow.kernels import (
     centroid_head,
     copy_tokens,
     decode_attention,
+    decode_attention_warps,
     embedding,
     geglu,
     gemv,
@@ -97,12 +99,27 @@ def _head(device: str) -> None:
 def _decode(heads: int, kv_heads: int, d: int, window: int, form: str, own: bool = True, long: bool = False) -> Callable[[str], None]:
     def case(device: str) -> None:
         r, table = rows(device, [1, 1])
-        config = decode_attention.decode_config(64, 8192, window, d, form != "auto") if long else None
+        config = decode_attention.decode_config(64, 8192, window) if long else None
         width = heads + (2 * kv_heads if own else 0)
         w, slots = _new(device, d), _new(device, 2, dtype=torch.int32)
         args = (_new(device, 2, width * d), r, _new(device, 64, 2, d // 2), w, d, EPS, pool(device, kv_heads, d, form), table, window)
         keys = dict(k_weight=w, slots=slots) if own else {}
         decode_attention.triton(*args, **keys, counters=_new(device, 128, dtype=torch.int32), pdl=True, config=config)
+
+    return case
+
+
+def _decode_warps(d: int, window: int, form: str, own: bool = True, **config: Any) -> Callable[[str], None]:
+    def case(device: str) -> None:
+        r, table = rows(device, [1, 1])
+        w, slots = _new(device, d), _new(device, 2, dtype=torch.int32)
+        width = (10 if own else 8) * d
+        qkv = _new(device, 2, 2, width, dtype=torch.float32)
+        args = (qkv, r, _new(device, 64, 2, d // 2), w, d, EPS, pool(device, 1, d, form), table, window)
+        keys = dict(k_weight=w, slots=slots) if own else {}
+        c = decode_attention.WarpsConfig(4, **config) if config else decode_attention.warps_config(64, 8192, window, d)
+        assert c is not None
+        decode_attention_warps.triton(*args, **keys, counters=_new(device, 128, dtype=torch.int32), pdl=True, config=c)
 
     return case
 
@@ -169,6 +186,12 @@ for _form in STORAGE:
         f"attention full {_form}": _attention(attention.triton, 8, 1, 512, 0, _form),
         f"rows sliding {_form}": _attention(attention_rows.triton, 8, 1, 256, 512, _form),
         f"rows full {_form}": _attention(attention_rows.triton, 8, 1, 512, 0, _form),
+    }
+for _form in list(STORAGE)[1:]:
+    CASES |= {
+        f"warps sliding {_form}": _decode_warps(256, 512, _form),
+        f"warps sliding sharing {_form}": _decode_warps(256, 512, _form, own=False),
+        f"warps full {_form}": _decode_warps(512, 0, _form),
     }
 CASES |= {
     "ws sliding": _attention(attention_ws.triton, 8, 1, 256, 512, "auto"),
