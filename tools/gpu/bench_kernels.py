@@ -241,7 +241,7 @@ WARPS = {
     (512, 64): ((4, 4, 2, True), (4, 4, 1, True, 128), (4, 4, 2, True, 128), (8, 2, 1, True)),
     (512, 16): ((16, 4, 2, True), (16, 4, 1, True, 128)),
     (512, 1): ((32, 4, 1, True), (62, 4, 1, True, 128)),
-    (256, 64): ((4, 2, 2), (2, 8, 2), (4, 4, 2, False, 128), (2, 8, 2, False, 256), (4, 2, 2, True), (1, 8, 2)),
+    (256, 64): ((4, 2, 2), (2, 8, 2), (4, 4, 2, False, 128), (2, 8, 2, False, 256), (4, 2, 2, True), (1, 8, 2, False, 512)),
     (256, 16): ((4, 2, 2), (2, 8, 2), (4, 4, 2, False, 128), (8, 4, 2)),
     (256, 1): ((4, 4, 2), (8, 4, 2), (4, 4, 2, False, 128)),
 }
@@ -249,8 +249,8 @@ WARPS = {
 
 def bench_decode(b: Bench) -> None:
     """decode_attention over long contexts: kernels and configurations by storage format, each call behind its qkv projection as in a
-    step, all dependent launches; "projections" is that chain alone. Copies of a call read other keys, so that the L2 cache does not
-    answer. Names: tiles chunk/keys/stages/warps; warps splits/warps/ahead and what else is set."""
+    step, all dependent launches; "projections" is that chain alone. Copies of a call read other keys and weights, so that the L2 cache
+    does not answer. Names: tiles chunk/keys/stages/warps; warps splits/warps/ahead and what else is set."""
     tile, warp = decode_attention.DecodeConfig, decode_attention.WarpsConfig
     for d, window, context in ((512, 0, 7936), (256, 512, 7936), (512, 0, 1984)):
         bucket = triton.next_power_of_2(context)  # a configuration is chosen by the length of a graph's bucket
@@ -278,7 +278,10 @@ def bench_decode(b: Bench) -> None:
 
         def variants(kv: PagedKV, r: int) -> dict[str, Any]:
             chosen = decode_attention.warps_config(r, bucket, window, d) if kv.is_quantized else None
-            others = [warp(*shape) for shape in WARPS[d, r]] if kv.is_quantized else [tile(*shape) for shape in TILES[d, r]]
+            if kv.is_quantized:  # both formats are the same bytes: one of them gets every variant
+                others = [warp(*shape) for shape in (WARPS[d, r] if kv.k.dtype is torch.int8 else WARPS[d, r][:2])]
+            else:
+                others = [tile(*shape) for shape in TILES[d, r]]
             tiles = decode_attention.decode_config(r, bucket, window)
             out = {}
             for c in dict.fromkeys((chosen or tiles, tiles, *others)):
@@ -290,9 +293,10 @@ def bench_decode(b: Bench) -> None:
                 out[name] = c
             return out
 
-        # chunks and splits are no constants of a kernel: one launch per other field compiles it
+        # chunks and splits are no constants of a kernel: one launch per other field, and number of partial sums, compiles it
+        sums = {r: split_linear.split_config(10 * d, H, rows=r).splits for r in (64, 16, 1)}
         cases = {
-            (form, dataclasses.replace(c, chunk=0) if isinstance(c, tile) else dataclasses.replace(c, splits=1), r): (kv, c, r)
+            (form, dataclasses.replace(c, chunk=0) if isinstance(c, tile) else dataclasses.replace(c, splits=1), sums[r]): (kv, c, r)
             for form, kv in pools.items() for r in (64, 16, 1) for c in variants(kv, r).values()
         }  # fmt: skip
         with ThreadPoolExecutor(16) as threads:
@@ -302,7 +306,7 @@ def bench_decode(b: Bench) -> None:
             x, slots = rnd(r, H), torch.full((r,), -1, dtype=torch.int32, device="cuda")
             copies = 2 if r * (window or context) > 100_000 else 8
             index = torch.arange(r, dtype=torch.int32, device="cuda")
-            calls = [QueryRows(torch.full_like(index, context - 1 - (100 * i if r > 1 else 0)), index + (i if r == 1 else 0),
+            calls = [QueryRows(torch.full_like(index, context - 1 - (600 * i if window else 0)), (index + r * i) % 64,
                                every.block_tables, (1,) * r, (bucket,) * r, r) for i in range(copies)]  # fmt: skip
             b.compare("decode", f"projections d{d} rows {r}", {"split_linear": lambda: [
                 split_linear.triton(x, weight) for weight in weights[:copies]]}, unit="TB/s", work=20.0 * d * H, graph=copies)  # fmt: skip

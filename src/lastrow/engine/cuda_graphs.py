@@ -27,6 +27,7 @@ from lastrow.engine.inputs import (
 )
 from lastrow.engine.staging import ALIGN, StaticFields, layout_of
 from lastrow.kernels.attention import rows_per_tile, tile_config
+from lastrow.kernels.decode_attention import decode_config
 from lastrow.kernels.rows import AttentionPlan, QueryRows, max_tiles
 from lastrow.kernels.token_fields import PART_FIELDS, TOKEN_FIELDS
 from lastrow.kv.pool import KVPool
@@ -219,14 +220,15 @@ class CUDAGraphs:
 
     def compile_kernels(self) -> None:
         """One forward of every kind, in threads: Triton compiles outside Python's lock, so a start without its cache takes as long as
-        the slowest forward's kernels and not as all of them one after the other. At the longest context; what a shorter one needs
-        besides (`decode_config`) is compiled before its capture. Nothing is captured or kept."""
+        the slowest forward's kernels and not as all of them one after the other. At the longest context, and at the shortest for one
+        number of rows, the least, of each kernel that reads few keys (`decode_config`). Nothing is captured or kept."""
         b = self.buckets
         sizes = {smallest(b.tokens, least) or b.tokens[-1] for least in KERNEL_TOKENS}
         jobs: list[Callable[[CUDAGraphs], None]] = [lambda g, t=tokens: g._capture_before(t) for tokens in sizes]
         jobs += [lambda g, t=tokens: g._capture_before(t, MAX_COPIES) for tokens in b.copying[:1]]
-        for rows in b.rows:
-            jobs += [lambda g, r=rows: g._capture_whole(r, b.contexts[-1]), lambda g, r=rows: g._capture_behind(r, b.contexts[-1])]
+        short = {replace(decode_config(rows, b.contexts[0]), chunk=0): (rows, b.contexts[0]) for rows in reversed(b.rows)}
+        for rows, context in {*((rows, b.contexts[-1]) for rows in b.rows), *short.values()}:
+            jobs += [lambda g, r=rows, c=context: g._capture_whole(r, c), lambda g, r=rows, c=context: g._capture_behind(r, c)]
         with ThreadPoolExecutor(COMPILING_THREADS) as threads:
             list(threads.map(lambda job: job(self._scratch()), jobs))
 

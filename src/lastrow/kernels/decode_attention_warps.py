@@ -235,7 +235,7 @@ def decode_attention_warps_kernel(
             )
             if AHEAD > 1:
                 v = load_values(v_words, table, begin, end, last, kv_head, W, BLOCK_SIZE, KV_HEADS, D, ALIGNED, True, VL)
-        m = gl.full([W, 8], -1e30, gl.float32, HL)
+        m = gl.full([1 if SHARED else W, 8], -1e30, gl.float32, HL)
         total = gl.zeros([W, 16, 8], gl.float32, ML)  # by key: summed at the end
         zero = gl.zeros([W, 16, 8], gl.float32, ML)
         acc = gl.zeros([D, 8], gl.float32, OL) if SHARED else gl.zeros([W, D, 8], gl.float32, ML)
@@ -254,16 +254,17 @@ def decode_attention_warps_kernel(
                 )
             key = n0 + 16 * gl.arange(0, W, gl.SliceLayout(1, SL))[:, None] + key_order(gl.SliceLayout(0, SL))[None, :]
             s = gl.where((key < end)[:, :, None], s, float("-inf"))
-            m_new = gl.maximum(m, gl.max(s, 1))
+            m_new = gl.max(s, 1)
             if SHARED:
-                m_new = gl.broadcast(gl.max(m_new, 0)[None, :], m)[0]
+                m_new = gl.max(m_new, 0)[None, :]
+            m_new = gl.maximum(m, m_new)
             p = gl.exp2(s - m_new[:, None, :])
             alpha = gl.exp2(m - m_new)
             m = m_new
             total = total * alpha[:, None, :] + p
             p = (p * p_scale[:, :, None]).to(gl.bfloat16)
             if SHARED:
-                acc *= gl.convert_layout(gl.max(alpha, 0), gl.SliceLayout(0, OL))[None, :]
+                acc *= gl.convert_layout(alpha.reshape([8]), gl.SliceLayout(0, OL))[None, :]
                 p = gl.convert_layout(p.reshape([16 * W, 8]), gl.DotOperandLayout(1, OL, 2))
                 acc = mma_v2(value_operand(v, W, D, PAIRS, SHARED, gl.DotOperandLayout(0, OL, 2)), p, acc)
             else:
@@ -276,7 +277,7 @@ def decode_attention_warps_kernel(
         # (gl.sum over warps took 20 us of 512 columns and two programs of 4 warps).
         m_smem = gl.allocate_shared_memory(gl.float32, [W, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         total_smem = gl.allocate_shared_memory(gl.float32, [W, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-        m_smem.store(m)
+        m_smem.store(gl.broadcast(m, gl.zeros([W, 8], gl.float32, HL))[0])
         total_smem.store(gl.sum(total, 1))
         acc_all = natural_columns(acc, W, D, SHARED)
         if SHARED:
