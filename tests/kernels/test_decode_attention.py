@@ -88,13 +88,16 @@ def test_steps_in_flight(device, name, form, warps):
 def test_configurations_by_rows_and_length():
     tiles = decode_attention.decode_config
     assert tiles(64, 8192, 512) == tiles(64, 131072, 512) != tiles(64, 512, 512) == tiles(64, 512)
-    assert (tiles(64, 8192).chunk, tiles(16, 8192).chunk, tiles(1, 8192).chunk) == (1024, 1024, 256)
+    assert tiles(16, 8192, 512) != tiles(64, 8192, 512)
+    assert [(c.chunk, c.keys) for c in (tiles(rows, 8192) for rows in (64, 16, 1))] == [(1024, 16), (1024, 32), (256, 32)]
+    assert [(c.chunk, c.keys) for c in (tiles(rows, 2048) for rows in (64, 16, 1))] == [(1024, 32), (256, 32), (128, 32)]
     assert tiles(1, 1024).chunk == tiles(1, 8192, 512).chunk == 32
     warps = decode_attention.warps_config
     full = [warps(rows, 8192, 0, 512) for rows in (64, 16, 1)]
     assert [c and c.splits for c in full] == [4, 16, 64]
-    assert warps(64, 1024, 0, 512) is warps(1, 8192, 512, 256) is warps(64, 512, 512, 256) is None
-    assert warps(64, 1024, 512, 256) == warps(64, 131072, 512, 256) is not None
+    assert warps(64, 1024, 0, 512) is warps(1, 512, 512, 256) is warps(64, 512, 512, 256) is None
+    window = [warps(rows, kv_len, 512, 256) for rows in (64, 16, 1) for kv_len in (1024, 131072)]
+    assert [c and c.splits for c in window] == [4, 4, 4, 4, 8, 8]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +154,8 @@ def test_real_shapes_in_bf16(name, form, own, rows):
         check((*args[:6], mine, *args[7:]), keys, 4e-3, pdl=rows > 1, config=config)
 
 
-WARPS = {256: [dict(warps=4, ahead=2), dict(warps=2, ahead=2), dict(warps=8, ahead=2, prefetch=256), dict(warps=2, ahead=2, shared=True)],
-         512: [dict(warps=4, ahead=1, shared=True), dict(warps=4, ahead=2, shared=True, prefetch=128),
-               dict(warps=2, ahead=1, shared=True)]}  # fmt: skip
+WARPS = {256: [dict(warps=4), dict(warps=2), dict(warps=8), dict(warps=2, shared=True)],
+         512: [dict(warps=4, shared=True), dict(warps=2, shared=True)]}  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -228,31 +228,31 @@ def bench_rows(b: Bench) -> None:
 
 FORMS = {"auto": BF16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Beside the configuration that is chosen, by head dim and rows: chunk, keys, stages, warps of decode_attention for bf16; splits, warps,
-# ahead, shared, prefetch of decode_attention_warps.
+# shared of decode_attention_warps.
 TILES = {
-    (512, 64): ((1024, 32, 3, 4), (512, 16, 3, 4), (1024, 64, 2, 8), (256, 64, 2, 8)),
-    (512, 16): ((512, 32, 3, 4), (256, 64, 2, 8), (64, 64, 1, 8)),
-    (512, 1): ((128, 32, 3, 4), (64, 64, 1, 8), (32, 32, 1, 8)),
-    (256, 64): ((512, 64, 3, 4), (256, 32, 3, 4), (128, 64, 2, 8)),
-    (256, 16): ((128, 64, 2, 8), (64, 64, 1, 8)),
+    (512, 64): ((1024, 32, 3, 4),),
+    (512, 16): ((512, 32, 3, 4),),
+    (512, 1): ((128, 32, 3, 4), (64, 64, 1, 8)),
+    (256, 64): ((256, 32, 3, 4), (128, 64, 2, 8)),
+    (256, 16): ((128, 32, 3, 4), (64, 64, 1, 8)),
     (256, 1): ((128, 32, 3, 4),),
 }
 WARPS = {
-    (512, 64): ((4, 4, 2, True), (4, 4, 1, True, 128), (4, 4, 2, True, 128), (8, 2, 1, True)),
-    (512, 16): ((16, 4, 2, True), (16, 4, 1, True, 128)),
-    (512, 1): ((32, 4, 1, True), (62, 4, 1, True, 128)),
-    (256, 64): ((4, 2, 2), (2, 8, 2), (4, 4, 2, False, 128), (2, 8, 2, False, 256), (4, 2, 2, True), (1, 8, 2, False, 512)),
-    (256, 16): ((4, 2, 2), (2, 8, 2), (4, 4, 2, False, 128), (8, 4, 2)),
-    (256, 1): ((4, 4, 2), (8, 4, 2), (4, 4, 2, False, 128)),
+    (512, 64): ((8, 2, True),),
+    (512, 16): ((8, 4, True),),
+    (512, 1): ((32, 4, True),),
+    (256, 64): ((2, 8),),
+    (256, 16): ((8, 4),),
+    (256, 1): ((4, 4),),
 }
 
 
 def bench_decode(b: Bench) -> None:
     """decode_attention over long contexts: kernels and configurations by storage format, each call behind its qkv projection as in a
     step, all dependent launches; "projections" is that chain alone. Copies of a call read other keys and weights, so that the L2 cache
-    does not answer. Names: tiles chunk/keys/stages/warps; warps splits/warps/ahead and what else is set."""
+    does not answer. Names: tiles chunk/keys/stages/warps; warps splits/warps."""
     tile, warp = decode_attention.DecodeConfig, decode_attention.WarpsConfig
-    for d, window, context in ((512, 0, 7936), (256, 512, 7936), (512, 0, 1984)):
+    for d, window, context in ((512, 0, 7936), (256, 512, 7936)):
         bucket = triton.next_power_of_2(context)  # a configuration is chosen by the length of a graph's bucket
         full, every, table = prompts([context] * 64, d)
         w, rope = near_one(d), rope_table(d, 1e4, context, None, BF16, "cuda")
@@ -279,7 +279,7 @@ def bench_decode(b: Bench) -> None:
         def variants(kv: PagedKV, r: int) -> dict[str, Any]:
             chosen = decode_attention.warps_config(r, bucket, window, d) if kv.is_quantized else None
             if kv.is_quantized:  # both formats are the same bytes: one of them gets every variant
-                others = [warp(*shape) for shape in (WARPS[d, r] if kv.k.dtype is torch.int8 else WARPS[d, r][:2])]
+                others = [warp(*shape) for shape in WARPS[d, r] if kv.k.dtype is torch.int8]
             else:
                 others = [tile(*shape) for shape in TILES[d, r]]
             tiles = decode_attention.decode_config(r, bucket, window)
@@ -289,7 +289,7 @@ def bench_decode(b: Bench) -> None:
                 if isinstance(c, tile):
                     name += f"tiles {c.chunk}/{c.keys}/{c.stages}/{c.warps}"
                 else:
-                    name += f"warps {c.splits}/{c.warps}/{c.ahead}{' shared' * c.shared}{f' prefetch {c.prefetch}' * (c.prefetch > 0)}"
+                    name += f"warps {c.splits}/{c.warps}{' shared' * c.shared}"
                 out[name] = c
             return out
 

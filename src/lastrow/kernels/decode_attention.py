@@ -44,30 +44,28 @@ class DecodeConfig:
 
 def decode_config(rows: int, max_kv_len: int, window: int = 0) -> DecodeConfig:
     """Best found on an H200 for the shapes of E2B. At 256 keys inside a decode step: one row needs every split it can get, many rows
-    fill the card with few, and the combination of splits costs each of them. At 7,936 keys as a kernel alone (64, 16 and 1 rows; what
-    lies between them and other long contexts follow by programs per multiprocessor: two with 16 keys a step, one with 32): steps in
-    flight are worth more than keys before the wait, in full windows of many rows too; few rows of a window stay as they are."""
+    fill the card with few, and the combination of splits costs each of them. At 1,984 and 7,936 keys behind the projection (64, 16
+    and 1 rows; what lies between them follows by programs per multiprocessor: one with 32 keys a step, two with 16): steps in flight
+    are worth more than keys before the wait, in full windows of many rows too."""
     if window and max_kv_len > window and rows >= 16:
-        return DecodeConfig(128, 32, 3, 4)
+        return DecodeConfig(128, 32, 3, 4) if rows > 32 else DecodeConfig(128, 64, 2)
     if not window and max_kv_len >= LONG:
-        programs, keys = (256, 16) if rows > 32 else (128, 32)
-        return DecodeConfig(min(max(next_power_of_2(rows * max_kv_len) // programs, 256), 1024), keys, 3, 4)
+        least = 128 if max_kv_len <= 4096 else 256
+        chunk = min(max(next_power_of_2(rows * max_kv_len) // 128, least), 1024)
+        return DecodeConfig(chunk, 32 if rows * max_kv_len <= 128 * chunk else 16, 3, 4)
     chunk = 32 if rows == 1 else 64 if rows <= 32 else 128
     return DecodeConfig(chunk, min(chunk, 64), 2 if chunk > 64 else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class WarpsConfig:
-    """Of decode_attention_warps. splits: of a row, at most. warps: of a program; a step is 16 keys of each. ahead: what of a step is
-    loaded during the one in front, K (1) or K and V (2). shared: the warps divide V's columns and have one maximum, at the price of
-    barriers in every step; else each keeps its own sums of all columns, and they are added at the end. prefetch: keys on their way
-    into the L2 before the kernel in front ends."""
+    """Of decode_attention_warps. splits: of a row, at most. warps: of a program; a step is 16 keys of each. shared: the warps divide
+    V's columns and have one maximum, at the price of barriers in every step; else each keeps its own sums of all columns, and they
+    are added at the end."""
 
     splits: int
     warps: int
-    ahead: int
     shared: bool = False
-    prefetch: int = 0
 
 
 def warps_supported(qkv: torch.Tensor, q_weight: torch.Tensor, kv: PagedKV, own: bool = False, k_eq_v: bool = False) -> bool:
@@ -79,14 +77,14 @@ def warps_supported(qkv: torch.Tensor, q_weight: torch.Tensor, kv: PagedKV, own:
 
 def warps_config(rows: int, max_kv_len: int, window: int, head_dim: int) -> WarpsConfig | None:
     """Best found on an H200 at 7,936 keys of E2B for 64, 16 and 1 rows (of one K/V head each); None where the tiles of `decode_config`
-    were best: short contexts, and windows of few rows."""
+    were best: short contexts."""
     if window:
-        return None if max_kv_len <= window or rows < 16 else WarpsConfig(4, 4, 2)
+        return None if max_kv_len <= window else WarpsConfig(8 if rows < 16 else 4, 4)
     if max_kv_len < LONG:
         return None
     # two programs a multiprocessor; at least 128 keys each, and few enough for the last one, which combines them alone
     splits = max(min(264 // rows, 132, max_kv_len // 128), 1)
-    return WarpsConfig(splits, 4, 1, shared=True) if head_dim == 512 else None
+    return WarpsConfig(splits, 4, shared=True) if head_dim == 512 else None
 
 
 def reference(

@@ -75,21 +75,6 @@ def load_values(
 
 
 @gluon.jit
-def prefetch(
-    k_ptr, v_ptr, table, begin, last, kv_head,
-    KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
-    """K and V of KEYS keys from `begin` on, `last` at most, on their way into the L2."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [32 * 128 // D, D // 128], [W, 1], [1, 0])
-    key = gl.minimum(begin + gl.arange(0, KEYS, gl.SliceLayout(1, LINES)), last)
-    row = (gl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE).to(gl.int64) * KV_HEADS + kv_head
-    at = row[:, None] * D + 128 * gl.arange(0, D // 128, gl.SliceLayout(0, LINES))[None, :]
-    for ptr in gl.static_range(2):
-        address = ((k_ptr if ptr == 0 else v_ptr) + at).to(gl.int64)
-        gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def load_sum(ptr, offset, mask, plane, SPLITS: gl.constexpr):
     """As split_linear.load_sum."""
     x = gl.load(ptr + offset, mask=mask, other=0.0).to(gl.float32)
@@ -156,11 +141,12 @@ def decode_attention_warps_kernel(
     k_ptr, v_ptr, k_words, v_words, k_scale_ptr, v_scale_ptr, part_ptr, ml_ptr, counter_ptr, out_ptr, splits, plane, eps,
     G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, OWN: gl.constexpr,
     K_EQ_V: gl.constexpr, QUANT_MAX: gl.constexpr, WORD: gl.constexpr, PAIRS: gl.constexpr,
-    SPLITS: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, PREFETCH: gl.constexpr, PDL: gl.constexpr,
+    SPLITS: gl.constexpr, SHARED: gl.constexpr, PDL: gl.constexpr,
     W: gl.constexpr, KL: gl.constexpr, VL: gl.constexpr, QL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """program (row x K/V head, split). A row's keys are divided evenly: `splits` of them at most, in whole steps of every warp. The
-    newest key is read like the others. The last program of a row and head to arrive combines the splits in ascending order."""
+    newest key is read like the others. The last program of a row and head to arrive combines the splits in ascending order.
+    Loaded during the step in front: K, and V where the warps are not SHARED (registers)."""
     HD: gl.constexpr = D // 2
     ALIGNED: gl.constexpr = WINDOW == 0
     ML: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
@@ -196,10 +182,8 @@ def decode_attention_warps_kernel(
         k, k_scale, v_scale = load_keys(
             k_words, k_scale_ptr, v_scale_ptr, table, begin, old_end, last, kv_head, W, BLOCK_SIZE, KV_HEADS, D, ALIGNED, True, KL, SL
         )
-        if AHEAD > 1:
+        if not SHARED:
             v = load_values(v_words, table, begin, old_end, last, kv_head, W, BLOCK_SIZE, KV_HEADS, D, ALIGNED, True, VL)
-        if PREFETCH > 0:
-            prefetch(k_ptr, v_ptr, table, begin, last, kv_head, PREFETCH, BLOCK_SIZE, KV_HEADS, D, W)
         if PDL:
             gdc_launch_dependents()
             gdc_wait()
@@ -233,22 +217,24 @@ def decode_attention_warps_kernel(
             k, k_scale, v_scale = load_keys(
                 k_words, k_scale_ptr, v_scale_ptr, table, begin, end, last, kv_head, W, BLOCK_SIZE, KV_HEADS, D, ALIGNED, True, KL, SL
             )
-            if AHEAD > 1:
+            if not SHARED:
                 v = load_values(v_words, table, begin, end, last, kv_head, W, BLOCK_SIZE, KV_HEADS, D, ALIGNED, True, VL)
         m = gl.full([1 if SHARED else W, 8], -1e30, gl.float32, HL)
         total = gl.zeros([W, 16, 8], gl.float32, ML)  # by key: summed at the end
         zero = gl.zeros([W, 16, 8], gl.float32, ML)
         acc = gl.zeros([D, 8], gl.float32, OL) if SHARED else gl.zeros([W, D, 8], gl.float32, ML)
         for n0 in range(begin, end, 16 * W):
-            if AHEAD == 1:
+            if SHARED:
                 v = load_values(v_words, table, n0, end, last, kv_head, W, BLOCK_SIZE, KV_HEADS, D, ALIGNED, False, VL)
             # q is read again at every step: registers that hold it are keys that are not in flight
             qa = query_operand(q_smem.slice(0, HD, dim=1), W, HD, QL, BL)
             qb = query_operand(q_smem.slice(HD, HD, dim=1), W, HD, QL, BL)
             p_scale = v_scale
             s = scores(k, qa, qb, zero, W, D, WORD, AL) * (k_scale * L2E)[:, :, None]
+            # SHARED: without a branch, also behind the last step. The lookup in the table then comes among the scores, and K and V
+            # are in flight together; in a block of its own it waits behind the loads of V, and K waits for it.
             after = n0 + 16 * W
-            if after < end:
+            if SHARED or after < end:
                 k, k_scale, v_scale = load_keys(
                     k_words, k_scale_ptr, v_scale_ptr, table, after, end, last, kv_head, W, BLOCK_SIZE, KV_HEADS, D, ALIGNED, False, KL, SL
                 )
@@ -270,7 +256,7 @@ def decode_attention_warps_kernel(
             else:
                 p = gl.convert_layout(p, BL)
                 acc = mma_v2(value_operand(v, W, D, PAIRS, SHARED, AL), p, acc * alpha[:, None, :])
-            if AHEAD > 1:  # noqa: SIM102
+            if not SHARED:  # noqa: SIM102
                 if after < end:
                     v = load_values(v_words, table, after, end, last, kv_head, W, BLOCK_SIZE, KV_HEADS, D, ALIGNED, False, VL)
         # The warps meet once: each leaves its maximum and its sums, and every thread adds up all warps' of its heads and columns
@@ -366,7 +352,7 @@ def triton(
         qkv, width, rows.positions, rows.seq_index, slots, block_table, block_table.stride(0), rope, q_weight, k_weight,
         kv.k, kv.v, kv.k.view(torch.int32), kv.v.view(torch.int32), kv.k_scale, kv.v_scale, part, ml, counters, out, splits, r * width,
         eps, heads // kv_heads, kv_heads, head_dim, kv.block_size, window, own, k_eq_v, kv.quant_max,
-        *CONVERSIONS[kv.k.dtype], splits_of(qkv), c.ahead, c.shared, c.prefetch, pdl, c.warps,
+        *CONVERSIONS[kv.k.dtype], splits_of(qkv), c.shared, pdl, c.warps,
         *layouts(head_dim, c.warps, c.shared), num_warps=c.warps, **pdl_launch(pdl),
     )  # fmt: skip
     return out
