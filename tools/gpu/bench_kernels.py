@@ -249,8 +249,8 @@ WARPS = {
 
 def bench_decode(b: Bench) -> None:
     """decode_attention over long contexts: kernels and configurations by storage format, each call behind its qkv projection as in a
-    step, dependent launches unless a name says otherwise; "projections" is that chain alone. Copies of a call read other keys and weights, so that the L2 cache
-    does not answer. Names: tiles chunk/keys/stages/warps; warps splits/warps."""
+    step, dependent launches unless a name says otherwise; "projections" is that chain alone. Copies of a call read other keys and
+    weights, so that the L2 cache does not answer. Names: tiles chunk/keys/stages/warps; warps splits/warps."""
     tile, warp = decode_attention.DecodeConfig, decode_attention.WarpsConfig
     for d, window, context in ((512, 0, 7936), (256, 512, 7936)):
         bucket = triton.next_power_of_2(context)  # a configuration is chosen by the length of a graph's bucket
@@ -300,7 +300,7 @@ def bench_decode(b: Bench) -> None:
         # chunks and splits are no constants of a kernel: one launch per other field, and number of partial sums, compiles it
         sums = {r: split_linear.split_config(10 * d, H, rows=r).splits for r in (64, 16, 1)}
         cases = {
-            (form, dataclasses.replace(c, chunk=0) if isinstance(c, tile) else dataclasses.replace(c, splits=1), pdl, sums[r]): (kv, c, pdl, r)
+            (form, dataclasses.replace(c, **{"chunk" if isinstance(c, tile) else "splits": 1}), pdl, sums[r]): (kv, c, pdl, r)
             for form, kv in pools.items() for r in (64, 16, 1) for c, pdl in variants(kv, r).values()
         }  # fmt: skip
         with ThreadPoolExecutor(16) as threads:
