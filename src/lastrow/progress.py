@@ -21,3 +21,24 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
             yield from rich_track(items, description, total=total, console=Console(stderr=True), transient=True)
             return
     yield from items
+
+
+def count(items: Iterable[T], description: str) -> Iterator[T]:
+    """Yield `items`, saying on stderr how many there have been, when it is a terminal, while the next is awaited. For an iterator, whose
+    reader prints between two items and may never take the last: the line is gone by then, and unlike a bar it needs no thread, hides no
+    cursor and redirects no stdout."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+
+    def show(text: str) -> None:
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    show(f"{description} 0")
+    try:
+        for done, item in enumerate(items, 1):
+            show("")
+            yield item
+            show(f"{description} {done}")
+    finally:
+        show("")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -266,10 +266,35 @@ def test_lists_show_their_progress_on_a_terminal(llm: LLM, capsys: pytest.Captur
         (lambda: llm.decide(STATES, [TEAM]), "deciding"),
         (lambda: llm.score(["a", "b"], [" x", " y"]), "scoring"),
         (lambda: llm.loglikelihood([("a", " x")]), "scoring"),
+        (lambda: llm.rank(["a", "b"], ["x", "y"]), "ranking"),
     ):
         run()
         shown = capsys.readouterr()
         assert word in shown.err and "100%" in shown.err and shown.out == ""
+
+
+def test_iterators_count_on_a_terminal_while_they_are_waited_for(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[Callable[..., Any], str]] = [
+        (lambda **options: llm.decide(iter(STATES[:2]), [TEAM], **options), "deciding"),
+        (lambda **options: llm.score(iter(["a", "b"]), [" x", " y"], **options), "scoring"),
+        (lambda **options: llm.loglikelihood(iter([("a", " x"), ("b", " x")]), **options), "scoring"),
+        (lambda **options: llm.rank(iter(["a", "b"]), ["x", "y"], **options), "ranking"),
+    ]
+    for is_terminal, use_tqdm in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
+        for run, word in runs:
+            results = run(use_tqdm=use_tqdm)
+            for done in range(2):
+                next(results)
+                print("taken")
+                shown = capsys.readouterr()
+                # erased before the reader has the result, whose own line stays on stdout
+                line = f"\r\x1b[K{word} {done}\r\x1b[K" if is_terminal and use_tqdm else ""
+                assert (shown.err, shown.out) == (line, "taken\n")
+            assert list(results) == []
+            assert capsys.readouterr().err.endswith("\r\x1b[K" if is_terminal and use_tqdm else "")
 
 
 def test_a_partial_output_file_is_continued(llm: LLM, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from lastrow.core.sampling_params import SamplingParams
-from lastrow.decisions import DecisionError
+from lastrow.decisions import DecisionError, Ranked
 from lastrow.engine.llm import LLM
 
 # fp32 sums in another order over several tokens; measured 5e-5 at most over three prompts
@@ -159,6 +160,88 @@ def test_more_documents_than_one_job_holds(llm: LLM) -> None:
     documents = [f"order {i % 7} of the lamp" for i in range(150)]
     scores = {r.index: r.relevance_score for r in llm.rank("order 3", documents)}
     assert all(scores[i] == pytest.approx(scores[i % 7], abs=1e-5) for i in range(150))
+
+    documents[70] = " "
+    before = llm.engine.scheduler.counters.finished_requests
+    with pytest.raises(DecisionError, match=r"documents\[70\] is empty"):
+        llm.rank("order 3", documents)
+    assert llm.engine.scheduler.counters.finished_requests - before == 64 + 1  # the first job's; the third's are not read any more
+
+
+def test_many_queries_are_ranked_like_each_alone_with_errors_in_their_places(llm: LLM) -> None:
+    documents = [f"order {i} of the lamp" for i in range(70)]  # more than one job's
+    queries = ["order 3", "the lamp", "Cork"]
+    alone = [llm.rank(query, documents, top_n=3) for query in queries]
+    for given in (queries, iter(queries)):
+        outputs = llm.rank(given, iter(documents), top_n=3, use_tqdm=False)
+        assert isinstance(outputs, list) is isinstance(given, list)
+        for i, (output, ranked) in enumerate(zip(outputs, alone, strict=True)):
+            assert output.index == i and output.error is None and output.num_prompt_tokens > 0
+            # equal but for the sums' order, which other rows of the batch decide
+            assert [r.relevance_score for r in output.results] == pytest.approx([r.relevance_score for r in ranked], abs=1e-5)
+            assert all(r.document == documents[r.index] for r in output.results)
+    pairs = [
+        ("x", [*documents, " "]),
+        ("x", []),
+        ("x", iter(documents[:2])),
+        (7, ["a"]),
+        ("x", "abc"),
+        ("x",),
+        ("x", ["w " * 3000]),
+        ("x", ["a", "b"]),
+    ]
+    outputs = llm.rank(pairs, use_tqdm=False)
+    assert [(o.index, len(o.results)) for o in outputs] == list(enumerate([0, 0, 2, 0, 0, 0, 0, 2]))
+    wanted = [
+        "documents[70] is empty",
+        None,
+        None,
+        "query is 7",
+        "documents is 'abc'",
+        "is no pair: (query, documents)",
+        "window has 2048",
+        None,
+    ]
+    assert all(o.error is None if part is None else part in (o.error or "") for part, o in zip(wanted, outputs, strict=True)), outputs
+    with pytest.raises(DecisionError, match="query is 'x': an iterable of"):
+        llm.rank("x")
+    with pytest.raises(DecisionError, match="prompt template writes"):
+        llm.rank(["x", "y"], documents, prompt_template="{{ query }}")  # no query's own error
+
+
+def test_queries_of_an_iterator_are_taken_as_there_is_room(llm: LLM) -> None:
+    taken = 0
+
+    def queries() -> Iterator[str]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield f"order {taken}"
+
+    outputs = llm.rank(queries(), ["the lamp", "Cork"])
+    assert [next(outputs).index for _ in range(5)] == list(range(5))
+    assert taken <= 5 + 3 * llm.engine.scheduler.config.max_num_seqs
+    outputs.close()
+    assert not llm.engine.has_unfinished_requests
+
+
+def test_rankings_go_on_behind_a_partial_file(llm: LLM, tmp_path: Path) -> None:
+    path, queries, documents = tmp_path / "ranked.jsonl", ["order 3", None, "the lamp", "Cork"], ["order 3", "Snow in Cork", "a lamp"]
+    started = llm.rank(iter(queries), documents, output=path)
+    first = [next(started), next(started)]
+    started.close()
+    assert len(path.read_text().splitlines()) == 1 + 2
+    before = llm.engine.scheduler.counters.finished_requests
+    resumed = llm.rank(queries, documents, output=path, use_tqdm=False)
+    assert llm.engine.scheduler.counters.finished_requests - before == 2 * 4  # two queries' beginnings and three documents
+    assert [(o.index, o.results, o.error) for o in resumed[:2]] == [(o.index, o.results, o.error) for o in first]
+    assert [o.index for o in resumed] == [0, 1, 2, 3] and [o.error is None for o in resumed] == [True, False, True, True]
+    assert resumed[3].results == [Ranked(**r) for r in json.loads(path.read_text().splitlines()[4])["results"]]
+    for other in ({"top_n": 1}, {"instructions": "Be strict."}, {"prompt_template": "{{ query }} {{ document }}?"}):
+        with pytest.raises(DecisionError, match="another run"):
+            llm.rank(queries, documents, output=path, use_tqdm=False, **other)
+    with pytest.raises(DecisionError, match="another run"):
+        llm.rank(queries, documents[:2], output=path, use_tqdm=False)
 
 
 # ------------------------------------------------------------------------------------------------------ lm-eval

@@ -5,7 +5,7 @@ plans on an engine of this process, api is what `LLM.decide`, `score`, `loglikel
 
 from lastrow.decisions.questions import DecisionError, Option, Question, parse_questions
 from lastrow.decisions.results import Answer, Calibration, DecisionOutput, fit_temperature
-from lastrow.decisions.scoring import Loglikelihood, Ranked, ScoreOutput
+from lastrow.decisions.scoring import Loglikelihood, Ranked, RankOutput, ScoreOutput
 
 __all__ = [
     "Answer",
@@ -15,6 +15,7 @@ __all__ = [
     "Loglikelihood",
     "Option",
     "Question",
+    "RankOutput",
     "Ranked",
     "ScoreOutput",
     "fit_temperature",

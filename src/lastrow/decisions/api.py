@@ -15,14 +15,14 @@ from lastrow.decisions.plan import Job, QuestionSet, Truncate
 from lastrow.decisions.prompts import PromptWriter
 from lastrow.decisions.questions import DecisionError, content_text, parse_questions
 from lastrow.decisions.results import Calibration, DecisionOutput
-from lastrow.decisions.scoring import Loglikelihood, Ranked, Ranker, ScoreOutput, loglikelihood_job, score_job
+from lastrow.decisions.scoring import Loglikelihood, Ranked, Ranker, RankOutput, ScoreOutput, loglikelihood_job, score_job
 from lastrow.decisions.splice import Splicer
 from lastrow.engine.engine import LLMEngine
-from lastrow.progress import track
+from lastrow.progress import count, track
 from lastrow.tokenizer import Tokenizer
 
 T = TypeVar("T")
-L = TypeVar("L", DecisionOutput, ScoreOutput, Loglikelihood)
+L = TypeVar("L", DecisionOutput, ScoreOutput, Loglikelihood, RankOutput)
 TOKENIZER_THREADS, TOKENIZE_AHEAD = 4, 32  # cores that tokenize, and states that may be ready before the engine has room for them
 RANK_GROUP = 64  # documents that one job holds; more come as the engine has room
 
@@ -132,17 +132,23 @@ class Decider:
             )
         return [bos, *ids], whole[len(ids) :]
 
-    def rank(
-        self, query: str, documents: Iterable[str], instructions: str | None = None, prompt_template: str | Path | None = None
-    ) -> list[float]:
-        """Relevance of each document. Raises ValueError."""
-        ranker = Ranker(PromptWriter(self.tokenizer, prompt_template, name="rank"), self.splicer, self.limit)
-        scores: list[float] = []
-        for result in JobDriver(self.engine).run(ranker.job(query, group, instructions) for group in _groups(documents, RANK_GROUP)):
-            if isinstance(result, ValueError):
-                raise result
-            scores += result[0]
-        return scores
+    def rank(self, queries: Iterable[tuple[Any, Any]], ranker: Ranker, top_n: int | None, first: int = 0) -> Iterator[RankOutput]:
+        """queries: (query, documents), counted from `first`. A pair that cannot be ranked has its error in its place."""
+
+        def results(given: Iterable[Any]) -> Iterator[RankOutput]:
+            running: deque[_Query] = deque()
+
+            def jobs() -> Iterator[Job[tuple[list[float], int, int]]]:
+                for pair in given:
+                    running.append(query := _Query(pair))
+                    yield from (query.job(ranker, start) for start in query.starts)
+
+            parts = JobDriver(self.engine).run(jobs())
+            for i, part in enumerate(parts, first):
+                query = running.popleft()
+                yield query.output(i, [part, *itertools.islice(parts, len(query.starts) - 1)], top_n)
+
+        return _in_order(queries, results)
 
     def one(self, job: Job[T]) -> T:
         """The result of one job. Raises what it raises."""
@@ -179,12 +185,6 @@ def _iterable(value: Any, what: str, needed: str) -> Iterable[Any]:
     return value
 
 
-def _groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    source = iter(items)
-    while group := list(itertools.islice(source, size)):
-        yield group
-
-
 def _state_text(state: Any) -> str | ValueError:
     if isinstance(state, ValueError):  # a row that could not be read
         return state
@@ -208,16 +208,68 @@ def _score_job(splicer: Splicer, index: int, pair: Any, limit: int) -> Generator
     return (yield from score_job(splicer, index, *_pair(pair, "prompt", "choices"), limit))
 
 
-def shaped(value: Any, is_one: bool, run: Callable[[Iterable[Any]], Iterator[T]], progress: str | None) -> Any:
-    """One result for one input, a list for a list, an iterator for an iterator; a single input's error is raised."""
+class _Query:
+    """A query whose documents are being read. starts: where each job's documents begin; without documents there is one job all the same."""
+
+    def __init__(self, pair: Any) -> None:
+        self.text = ""
+        self.documents: list[str] = []
+        self.error: str | None = None
+        try:
+            text, documents = _pair(pair, "query", "documents")
+            if not isinstance(text, str):
+                raise DecisionError(f"query is {text!r}: a text is needed")
+            self.text, self.documents = text, list(_iterable(documents, "documents", "an iterable of texts"))
+        except ValueError as error:
+            self.error = str(error)
+        self.starts = range(0, max(len(self.documents), 1), RANK_GROUP)
+
+    def job(self, ranker: Ranker, start: int) -> Job[tuple[list[float], int, int]]:
+        """See `Ranker.job`. Documents behind one that cannot be asked about are not read."""
+        if self.error is not None:
+            raise DecisionError(self.error)
+        if not self.documents:
+            return [], 0, 0
+        try:
+            return (yield from ranker.job(self.text, self.documents[start : start + RANK_GROUP], start))
+        except ValueError as error:
+            self.error = str(error)
+            raise
+
+    def output(self, index: int, parts: Iterable[tuple[list[float], int, int] | ValueError], top_n: int | None) -> RankOutput:
+        """parts: what the jobs brought. Equals stay in the order given."""
+        scores: list[float] = []
+        num_tokens = num_cached = 0
+        for part in parts:
+            if isinstance(part, ValueError):
+                return RankOutput(index, error=str(part))
+            scores += part[0]
+            num_tokens, num_cached = num_tokens + part[1], num_cached + part[2]
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])
+        return RankOutput(index, [Ranked(i, self.documents[i], scores[i]) for i in order[:top_n]], None, num_tokens, num_cached)
+
+
+def shaped(
+    value: Any,
+    is_one: bool,
+    run: Callable[[Iterable[Any], int], Iterator[L]],
+    progress: str | None,
+    output: str | Path | None,
+    settings: Any,
+    read: Callable[[int, dict[str, Any]], L],
+) -> Any:
+    """One result for one input, a list for a list, an iterator for an iterator; a single input's error is raised. Results of several go
+    to the log `output`. run: gets inputs and the place of their first. settings: decide what it does with them (JSON data). read: a
+    result from its place and its record."""
     if is_one:
-        result = next(run([value]))
+        result = next(run([value], 0))
         if (error := getattr(result, "error", None)) is not None:
             raise DecisionError(error)
         return result
+    results = run(value, 0) if output is None else logged(value, run, Path(output), fingerprint(settings), read)
     if isinstance(value, Sequence):
-        return list(track(run(value), progress, total=len(value)) if progress else run(value))
-    return run(value)
+        return list(track(results, progress, total=len(value)) if progress else results)
+    return count(results, progress) if progress else results
 
 
 # ------------------------------------------------------------------------------------------------------ LLM's methods
@@ -228,15 +280,11 @@ def decide(decider: Decider, state: Any, questions: Any, use_tqdm: bool, output:
     if not is_one:
         _iterable(state, "state", "a text, JSON data, or an iterable of them")
 
-    def ask(states: Iterable[Any], first: int = 0) -> Iterator[DecisionOutput]:
+    def ask(states: Iterable[Any], first: int) -> Iterator[DecisionOutput]:
         return decider.decide(states, made, first)
 
-    if output is None or is_one:
-        return shaped(state, is_one, ask, "deciding" if use_tqdm else None)
-    run = fingerprint([str(decider.tokenizer.path), made.settings])
-    return shaped(
-        state, False, lambda states: logged(states, ask, Path(output), run, DecisionOutput.from_dict), "deciding" if use_tqdm else None
-    )
+    settings = [str(decider.tokenizer.path), made.settings]
+    return shaped(state, is_one, ask, "deciding" if use_tqdm else None, output, settings, DecisionOutput.from_dict)
 
 
 def score(decider: Decider, prompt: Any, choices: Any, use_tqdm: bool, output: str | Path | None) -> Any:
@@ -248,46 +296,54 @@ def score(decider: Decider, prompt: Any, choices: Any, use_tqdm: bool, output: s
         "an iterable of (prompt, choices), as there are no choices," if choices is None else "a text, token ids, or an iterable of them"
     )
     items = () if is_one else _iterable(prompt, "prompt", needed)
-    pairs = (prompt, choices) if is_one else items if choices is None else _with_choices(items, choices)
-    if output is None or is_one:
-        return shaped(pairs, is_one, decider.score, "scoring" if use_tqdm else None)
-    run = fingerprint([str(decider.tokenizer.path), choices])
-    return shaped(
-        pairs, False, lambda items: logged(items, decider.score, Path(output), run, ScoreOutput.from_dict), "scoring" if use_tqdm else None
-    )
+    pairs = (prompt, choices) if is_one else items if choices is None else _each_with(items, choices)
+    settings = [str(decider.tokenizer.path), choices]
+    return shaped(pairs, is_one, decider.score, "scoring" if use_tqdm else None, output, settings, ScoreOutput.from_dict)
 
 
-def _with_choices(prompts: Iterable[Any], choices: Any) -> Any:
-    pairs = ((prompt, choices) for prompt in prompts)
-    return list(pairs) if isinstance(prompts, Sequence) else pairs
+def _each_with(items: Iterable[Any], value: Any) -> Any:
+    pairs = ((item, value) for item in items)
+    return list(pairs) if isinstance(items, Sequence) else pairs
 
 
 def loglikelihood(decider: Decider, pairs: Any, use_tqdm: bool, output: str | Path | None) -> Any:
     """See `LLM.loglikelihood`."""
-    run = fingerprint([str(decider.tokenizer.path), "log likelihoods"])
 
-    def score_pairs(items: Iterable[Any], _first: int = 0) -> Iterator[Loglikelihood]:
+    def score_pairs(items: Iterable[Any], _first: int) -> Iterator[Loglikelihood]:
         return decider.loglikelihood(items)
 
-    def log_pairs(items: Iterable[Any]) -> Iterator[Loglikelihood]:
-        return score_pairs(items) if output is None else logged(items, score_pairs, Path(output), run, Loglikelihood.from_dict)
-
     pairs = _iterable(pairs, "pairs", "an iterable of (context, continuation)")
-    return shaped(pairs, False, log_pairs, "scoring" if use_tqdm else None)
+    settings = [str(decider.tokenizer.path), "log likelihoods"]
+    return shaped(pairs, False, score_pairs, "scoring" if use_tqdm else None, output, settings, Loglikelihood.from_dict)
 
 
 def rank(
-    decider: Decider, query: Any, documents: Any, top_n: int | None, instructions: str | None, prompt_template: str | Path | None
-) -> list[Ranked]:
-    """See `LLM.rank`. Equals stay in the order given."""
-    if not isinstance(query, str):
-        raise DecisionError(f"query is {query!r}: a text is needed")
+    decider: Decider,
+    query: Any,
+    documents: Any,
+    top_n: int | None,
+    instructions: str | None,
+    prompt_template: str | Path | None,
+    use_tqdm: bool,
+    output: str | Path | None,
+) -> Any:
+    """See `LLM.rank`."""
     if top_n is not None and top_n < 0:
         raise DecisionError(f"top_n is {top_n}: a number of documents is needed")
-    documents = list(_iterable(documents, "documents", "an iterable of texts"))
-    scores = decider.rank(query, documents, instructions, prompt_template)
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])
-    return [Ranked(i, documents[i], scores[i]) for i in order[:top_n]]
+    is_one = isinstance(query, str) and documents is not None
+    needed = "an iterable of (query, documents), as there are no documents," if documents is None else "a text, or an iterable of them"
+    items = () if is_one else _iterable(query, "query", needed)
+    if documents is not None:
+        documents = list(_iterable(documents, "documents", "an iterable of texts"))  # read once, for all queries
+    pairs = (query, documents) if is_one else items if documents is None else _each_with(items, documents)
+    ranker = Ranker(PromptWriter(decider.tokenizer, prompt_template, name="rank"), decider.splicer, decider.limit, instructions)
+
+    def rank_pairs(queries: Iterable[Any], first: int) -> Iterator[RankOutput]:
+        return decider.rank(queries, ranker, top_n, first)
+
+    settings = [str(decider.tokenizer.path), ranker.settings, top_n, documents]
+    result = shaped(pairs, is_one, rank_pairs, "ranking" if use_tqdm else None, output, settings, RankOutput.from_dict)
+    return result.results if is_one else result
 
 
 def logged(

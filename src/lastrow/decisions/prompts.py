@@ -73,12 +73,11 @@ class PromptWriter:
             raise DecisionError(f"{where}: the prompt template ends with the state; the question must stand behind it")
         return PromptParts(before, after)
 
-    def rank(self, query: str, instructions: str | None) -> tuple[str, str]:
-        """(text before a document, text behind it); the query is in one of them."""
+    def rank(self, instructions: str | None) -> tuple[str, str]:
+        """(text before a document, text behind it); STATE is in one of them, in the query's place."""
         text = self._render(instructions, query=STATE, document=DOCUMENT)
-        before, after = self._split(text, DOCUMENT, "rank")
         self._split(text, STATE, "rank")
-        return before.replace(STATE, query), after.replace(STATE, query)
+        return self._split(text, DOCUMENT, "rank")
 
     def _render(self, instructions: str | None, **variables: Any) -> str:
         if instructions is not None and not isinstance(instructions, str):

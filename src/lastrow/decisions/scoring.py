@@ -10,7 +10,7 @@ from typing import Any
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.decisions.labels import LabelScores, LabelTrie, Leaf, encode_labels
 from lastrow.decisions.plan import LABELS, MIN_SHARED, Job, Read, Unit, label_scores, label_units
-from lastrow.decisions.prompts import PromptWriter
+from lastrow.decisions.prompts import STATE, PromptWriter
 from lastrow.decisions.questions import MAX_CHOICES, DecisionError, Question, parse_questions
 from lastrow.decisions.results import softmax
 from lastrow.decisions.splice import Splicer, common_prefix
@@ -56,6 +56,24 @@ class Ranked:
     index: int
     document: str
     relevance_score: float
+
+
+@dataclass(slots=True)
+class RankOutput:
+    """What one of several queries got. results: its documents, most relevant first."""
+
+    index: int
+    results: list[Ranked] = field(default_factory=list[Ranked])
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @classmethod
+    def from_dict(cls, index: int, data: Mapping[str, Any]) -> RankOutput:
+        return cls(index, [Ranked(**result) for result in data.get("results", ())], data.get("error"))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"error": self.error} if self.error is not None else {"results": [asdict(result) for result in self.results]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,25 +173,28 @@ def _loglikelihood(unit: Unit, read: Read, start: int) -> Loglikelihood:
 
 # ------------------------------------------------------------------------------------------------------ ranking
 class Ranker:
-    """The built-in relevance question, or a jinja file's, asked of documents. Raises DecisionError."""
+    """The built-in relevance question, or a jinja file's, asked of documents. settings: what decides the prompts, but for the tokenizer
+    (JSON data). Raises DecisionError."""
 
-    def __init__(self, writer: PromptWriter, splicer: Splicer, limit: int) -> None:
+    def __init__(self, writer: PromptWriter, splicer: Splicer, limit: int, instructions: str | None = None) -> None:
         self._writer, self._splicer, self._limit = writer, splicer, limit
         self._question: Question = parse_questions([{"type": "predicate", "instructions": RELEVANCE}])[0]
+        self._before, self._behind = writer.rank(instructions)
+        self.settings = [writer.settings, instructions]
 
-    def job(self, query: str, documents: Sequence[str], instructions: str | None = None) -> Job[tuple[list[float], int, int]]:
+    def job(self, query: str, documents: Sequence[str], first: int = 0) -> Job[tuple[list[float], int, int]]:
         """Returns (relevance of each document, tokens given to the model, cached tokens). What stands before the documents is computed
-        once."""
+        once. first: the first one's place, for errors."""
         splicer, encode = self._splicer, self._splicer.encode
         if not documents:
             raise DecisionError("documents is empty: at least one is needed")
-        before, behind = self._writer.rank(query, instructions)
+        before, behind = self._before.replace(STATE, query), self._behind.replace(STATE, query)
         before_ids, behind_ids = encode(before), encode(behind)
         roots: list[list[int]] = []
         tries: list[LabelTrie] = []
         known = encode_labels(splicer, behind, behind_ids, self._question, self._writer.end_token, "rank")
         cut = len(behind_ids) - known.num_root
-        for i, document in enumerate(documents):
+        for i, document in enumerate(documents, first):
             if not isinstance(document, str) or not (document := document.strip()):
                 raise DecisionError(f"documents[{i}] is empty or no text: a text is needed")
             head = splicer.join(before, before_ids, document, encode(document))

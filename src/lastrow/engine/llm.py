@@ -161,18 +161,23 @@ class LLM:
 
     def rank(
         self,
-        query: str,
-        documents: Iterable[str],
+        query: Any,
+        documents: Iterable[str] | None = None,
         *,
         top_n: int | None = None,
         instructions: str | None = None,
         prompt_template: str | Path | None = None,
+        use_tqdm: bool = True,
+        output: str | Path | None = None,
     ) -> Any:
-        """Documents by the probability that they answer the query, most relevant first: a list of lastrow.decisions.Ranked. The query
-        is computed once. Raises ValueError."""
+        """Documents by the probability that they answer the query, most relevant first: a list of lastrow.decisions.Ranked.
+
+        query: a text, or a list or iterable of them, with one list of documents for all; with documents=None the items are (query,
+        documents). Each of several gets a lastrow.decisions.RankOutput, whose `results` is that list. Each query is computed once (once
+        for every 64 documents). Errors and output as in `decide`; a template or instructions that cannot be used raise at once."""
         from lastrow.decisions.api import rank
 
-        return rank(self.decider, query, documents, top_n, instructions, prompt_template)
+        return rank(self.decider, query, documents, top_n, instructions, prompt_template, use_tqdm, output)
 
     @cached_property
     def decider(self) -> Decider:

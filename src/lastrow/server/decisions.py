@@ -124,7 +124,7 @@ class DecisionService:
 
     def ranker(self, request: PrefillRequest) -> Ranker:
         writer = PromptWriter(self.state.tokenizer, name="rank", chat_template_kwargs=request.chat_template_kwargs)
-        return Ranker(writer, self.splicer, self.state.max_model_len)
+        return Ranker(writer, self.splicer, self.state.max_model_len, request.instructions)
 
 
 def _as_read(outputs: list[wire.Output]) -> Read:
@@ -266,7 +266,7 @@ async def _score_items(service: DecisionService, request: ScoreRequest, head: di
 async def _rank(service: DecisionService, request: PrefillRequest, query: str, documents: list[str]) -> tuple[list[float], int, int]:
     _need_count("documents", len(documents))
     ranker, size = service.ranker(request), len(query) + sum(map(len, documents))
-    return await service.run(request, lambda: ranker.job(query, documents, request.instructions), size)
+    return await service.run(request, lambda: ranker.job(query, documents), size)
 
 
 async def rerank(service: DecisionService, request: RerankRequest) -> dict[str, Any]:
