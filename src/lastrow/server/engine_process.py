@@ -230,10 +230,11 @@ class EngineLoop:
         now, counters = scheduler.stats(), scheduler.counters
         free = [pool.num_free_blocks for pool in scheduler.kv.pools]
         total = [pool.num_usable_blocks for pool in scheduler.kv.pools]
+        speculator = self.engine.runner.speculator
         stats = wire.Stats(
             now.num_running, now.num_waiting, now.kv_usage, (free[0], free[1]), (total[0], total[1]), now.prefix_cache_queries,
             now.prefix_cache_hits, now.num_preemptions, counters.generated_tokens, counters.scheduled_tokens, runner.steps,
-            runner.rows_given, runner.rows_computed, runner.graphs, runner.eager, self._step_tokens,
+            runner.rows_given, runner.rows_computed, runner.graphs, runner.eager, speculator and speculator.stats, self._step_tokens,
         )  # fmt: skip
         self._step_tokens = []
         return stats
