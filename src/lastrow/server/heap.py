@@ -14,7 +14,7 @@ def keep_freed_memory() -> None:
 
     By default glibc moves the border between heap and system with the sizes it sees, and cuts the heap's free end off after every large
     step. What small long-lived objects have then taken of the gaps, the next large step adds at the end again, a piece of 4 MiB at a
-    time, long after the largest step has been: docs/server.md has the measurement. Nothing happens with another C library."""
+    time, long after the largest step has been (docs/server.md links the measurement). Nothing happens with another C library."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD)
