@@ -67,6 +67,8 @@ def test_sizes_that_are_none(text: str) -> None:
 
 def test_device_defaults_give_way_to_what_was_given() -> None:
     assert (EngineConfig().for_device(False).block_size, EngineConfig().for_device(True).block_size) == (16, 64)
-    given = EngineConfig(block_size=32, max_num_batched_tokens=512)
+    given = EngineConfig(block_size=32, max_num_batched_tokens=512, max_prefill_tokens_while_decoding=100)
     assert given.for_device(True) == given
+    bounds = [EngineConfig().for_device(on_gpu).max_prefill_tokens_while_decoding for on_gpu in (False, True)]
+    assert bounds == [None, 16_384]
     assert EngineConfig(max_num_seqs=10_000).for_device(False).max_num_batched_tokens == 10_000  # every request decodes in one step

@@ -217,6 +217,8 @@ MISTAKES = {
         "only a hub model has revisions, and shape",
     ),
     "no such shape": (["info", "--shape", "e9b"], "--shape: invalid choice: 'e9b'"),
+    "a model and a shape": (["info", "nope", "--shape", "e2b"], "MODEL is 'nope', and --shape e2b is a model without files"),
+    "the bundled model and a shape": (["serve", "tiny-e", "--shape", "e2b"], "give one of the two"),
     "no such picture": (["info", "--plot", "a.bmp"], "must end in .svg"),
     "no such folder": (["info", "--plot", "/nope/a.svg"], "/nope/a.svg"),
     "no memory": (["info", "--memory", "-5"], "memory is -5: a positive size"),

@@ -38,9 +38,7 @@ def next_token(history: int) -> int:
 def expected_output(request: Request, max_model_len: int) -> tuple[list[int], FinishReason]:
     """The output of the request alone, by the definition of the stop rules."""
     tokens, params = list(request.prompt_token_ids), request.sampling_params
-    if request.label_token_ids is not None:
-        return [], FinishReason.STOP
-    if params.max_tokens == 0:
+    if request.label_token_ids is not None or params.max_tokens == 0:
         return [], FinishReason.LENGTH
     output: list[int] = []
     while True:

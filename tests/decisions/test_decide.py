@@ -239,6 +239,39 @@ def test_an_iterator_is_read_as_the_engine_has_room() -> None:
     assert not llm.engine.has_unfinished_requests
 
 
+def _broken(items: list[Any], error: Exception | None = None) -> Iterator[Any]:
+    yield from items
+    raise error or RuntimeError("no more")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no more"), DecisionError("no more")])
+def test_results_come_before_the_exception_of_the_input(llm: LLM, error: Exception) -> None:
+    for items, run in ((STATES, lambda states: llm.decide(states, [TEAM])), (["a", "b"], lambda prompts: llm.score(prompts, [" x", " y"]))):
+        results = run(_broken(items, error))
+        assert [next(results).error for _ in items] == [None] * len(items)
+        with pytest.raises(type(error), match="no more"):
+            next(results)
+        assert not llm.engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("state", [7, None, b"bytes", 1.5])
+def test_what_is_no_state_is_refused_at_once(llm: LLM, state: Any) -> None:
+    with pytest.raises(DecisionError, match="a text, JSON data, or an iterable of them is needed"):
+        llm.decide(state, [TEAM])
+
+
+def test_lists_show_their_progress_on_a_terminal(llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for run, word in (
+        (lambda: llm.decide(STATES, [TEAM]), "deciding"),
+        (lambda: llm.score(["a", "b"], [" x", " y"]), "scoring"),
+        (lambda: llm.loglikelihood([("a", " x")]), "scoring"),
+    ):
+        run()
+        shown = capsys.readouterr()
+        assert word in shown.err and "100%" in shown.err and shown.out == ""
+
+
 def test_a_partial_output_file_is_continued(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     whole = llm.decide(STATES, [TEAM, SPAM], use_tqdm=False)
@@ -260,8 +293,18 @@ def test_a_partial_output_file_is_continued(llm: LLM, tmp_path: Path) -> None:
     assert [probabilities(o) for o in resumed] == [pytest.approx(probabilities(o), abs=1e-6) for o in whole]
     assert llm.engine.scheduler.counters.finished_requests - before == 2 * 3  # two states of a parent and two tails
     assert [o.index for o in resumed] == [0, 1, 2] and len(path.read_text().splitlines()) == 4
-    with pytest.raises(DecisionError, match="results of another run"):
-        llm.decide(STATES, [TEAM], output=path, use_tqdm=False)
+    other = tmp_path / "other.jsonl"
+    with pytest.raises(RuntimeError):
+        list(llm.decide(_broken(STATES[:1]), [TEAM], output=other))
+    assert [(o.index, o.error is None) for o in llm.decide([STATES[0], "", STATES[1]], [TEAM], output=other, use_tqdm=False)] == [
+        (0, True),
+        (1, False),
+        (2, True),
+    ]
+    made = llm.decider.question_set([TEAM, SPAM], calibration={"temperature": 2.0})
+    for questions in ([TEAM], made):  # a set made before brings options of its own
+        with pytest.raises(DecisionError, match="results of another run"):
+            llm.decide(STATES, questions, output=path, use_tqdm=False)
 
 
 @pytest.mark.parametrize("cut", ["left", "right", "middle"])
@@ -318,6 +361,9 @@ def test_instructions_and_a_prompt_of_ones_own(llm: LLM, tmp_path: Path) -> None
         ({"prompt_template": "{{ question.text }} {{ state }}", "chat": False}, "ends with the state"),
         ({"prompt_template": "{{ state }"}, "chat template, line 1"),
         ({"prompt_template": "/nowhere/x.jinja"}, "prompt template /nowhere/x.jinja: not readable"),
+        ({"prompt_template": 7}, "prompt_template is 7: a jinja file"),
+        ({"instructions": ["a"]}, "instructions is ['a']: a text"),
+        ({"calibration": {"temperature": {"tem": 2.0}}}, "calibration.temperature names 'tem', and no question has this name: team"),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "thinking must be off"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import lastrow
 from lastrow.cli import main
 from lastrow.decisions.log import ResultLog
 from lastrow.decisions.questions import DecisionError, parse_questions
@@ -255,11 +256,24 @@ def test_a_question_file_with_options(folder: Path, capsys: pytest.CaptureFixtur
         (["--state", "x", "--questions", "c.csv"], "--questions c.csv: a list of questions"),
         (["--state", "x", "--questions", "k.json"], "the key 'question' is not known"),
         (["--state", " ", "--ask", "y"], "the state is empty"),
+        (["--state", "x", "--ask", "y", "--plot", "no/h.svg"], "--plot no/h.svg: the folder no does not exist"),
+        (["--input", "s.jsonl", "--ask", "y", "--output", "./s.jsonl", "--overwrite"], "--output s.jsonl is the input"),
+        (["--input", "i.csv", "--ask", "y", "--output", "o.csv", "--id-field", "id"], "i.csv has no column 'id'"),
+        (["--input", "s.jsonl", "--ask", "y", "--output", "o.csv", "--id-field", "row"], "--id-field row: the output has this name"),
+        (["--input", "s.jsonl", "--ask", "y", "--output", "o.csv", "--id-field", "answer"], "--id-field answer: the output has"),
+        (["--input", "s.jsonl", "--ask", "y", "--output", "o.jsonl", "--id-field", "answers"], "--id-field answers: the output has"),
+        (["--input", "s.jsonl", "--questions", "row.json", "--output", "o.csv"], "a question is named 'row'"),
+        (["--input", "s.jsonl", "--questions", "twice.json", "--output", "o.parquet"], "two columns would be named 'q1'"),
+        (["--input", "s.jsonl", "--questions", "true.json", "--output", "o.csv"], "two columns would be named 'k.p.true'"),
     ],
 )
 def test_mistakes_get_one_line(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     Path("c.csv").write_text("a,b\n1,2\n")
     Path("k.json").write_text('{"questions": [], "question": 1}')
+    Path("i.csv").write_text("state\nx\n")
+    Path("row.json").write_text(json.dumps([{"name": "row", "instructions": "x"}]))
+    Path("twice.json").write_text(json.dumps([{"name": "q1", "instructions": "x"}, {"instructions": "x"}]))
+    Path("true.json").write_text(json.dumps([{"name": "k", "instructions": "x", "choices": ["true", True]}]))
     assert message in error_of(capsys, "decide", *arguments)
 
 
@@ -278,6 +292,43 @@ def test_rows_of_a_csv_with_a_byte_order_mark_and_long_lines(tmp_path: Path) -> 
     path.write_bytes(b"\xef\xbb\xbfstate,n\n" + b"w" * 200_000 + b",1\nshort\n")
     rows = list(read_rows(path, ("state",), "state"))
     assert len(rows[0].get("state")) == 200_000 and rows[1].values == {"state": "short"}
+
+
+def test_broken_csv_and_parquet_say_where(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text('state\nfine\n"a"b\n"open\nx\n')  # a mark in the wrong place, and one that nothing closes
+    rows = list(read_rows(path, ("state",), "state"))
+    assert [row.number for row in rows] == [0, 1, 2] and rows[0].get("state") == "fine" and rows[0].error is None
+    assert "line 3 is no CSV" in (rows[1].error or "") and "line 4 is no CSV (unexpected end of data)" in (rows[2].error or "")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    whole = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"state": [f"state {i}" * 9 for i in range(4000)]}), whole, row_group_size=1024)
+    data = bytearray(whole.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 2000] = bytes(2000)
+    whole.write_bytes(data)
+    found = []
+    with pytest.raises(DecisionError, match=r"x\.parquet: not readable from row \d+ on"):
+        for row in read_rows(whole, ("state",), "state"):
+            found.append(row.get("state"))
+    assert found == [f"state {i}" * 9 for i in range(len(found))] and len(found) >= 1024
+
+
+def test_a_log_is_of_one_content_of_the_input(
+    folder: Path, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An input of the same name and size whose states were changed is another one."""
+    arguments = ("decide", "--input", "s.jsonl", "--questions", "q.json", "--output", "o.jsonl", "--max-model-len", "512")
+    monkeypatch.setattr(lastrow, "LLM", lambda **_: llm)
+    monkeypatch.setattr("lastrow.decisions.filerun.write_rows", _stop)
+    with pytest.raises(RuntimeError, match="killed"):
+        main(list(arguments))
+    Path("s.jsonl").write_text(Path("s.jsonl").read_text().replace("lamp", "desk"))
+    assert "results of another run (other questions, input" in error_of(capsys, *arguments)
+
+
+def _stop(*_: Any) -> None:
+    raise RuntimeError("killed")
 
 
 def test_the_summary_counts_what_it_saw(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def test_the_three_types() -> None:
     assert [o.surfaces for o in made[1].options] == [("A",), ("B",), ("C",)]
     assert [(o.value, o.text) for o in made[2].options] == [(0, "low"), (1, "high"), (2, "7")]
     assert parse_questions({"pick": choice("a", "b")})[0].name == "pick"
+    # YAML's true and false are booleans
+    assert [o.description for o in parse_questions([{**ASK, "criteria": {True: "junk", False: "mail"}}])[0].options] == ["junk", "mail"]
     assert parse_questions(made) == made
 
 
@@ -67,6 +69,10 @@ def test_255_choices_and_200_questions_are_accepted_and_letters_stay_distinct() 
         ([choice("a", "b", labels=["x"])], "questions[0].labels is ['x']"),
         ([choice("a", "b", labels=["x", " "])], "questions[0].labels[1] is ' '"),
         ([choice("a", "b", name="team", labels=["x", []])], "questions[0] (team).labels[1] is []"),
+        ([choice("a", "b", labels=[1, 2])], "questions[0].labels[0] is 1: a text"),
+        ([{**ASK, "labels": [True, False]}], "questions[0].labels[0] is True: a text"),
+        ([choice({"value": "a", 1: "x", "y": "z"}, "b")], "questions[0].choices[0].1 is not known"),
+        ([{"type": "score", "instructions": "x", "levels": [{"label": "a", 1: "x", "y": "z"}, "b"]}], "levels[0].1 is not known"),
         ([{**ASK, "criteria": {"maybe": "x"}}], "questions[0].criteria"),
         ([{**ASK, "instructions": [{"type": "input_image", "image_url": "data:"}]}], "is of type 'input_image'"),
     ],

@@ -42,6 +42,8 @@ def test_extreme_logits_give_no_nan() -> None:
     for values in ([1e4, -1e4], [-1e30, -1e30], [30.0, 30.0], [-1e308, 0.0]):
         made = softmax(values)
         assert all(0.0 <= p <= 1.0 for p in made) and math.fsum(made) == pytest.approx(1.0)
+    # a temperature by which every log score is infinite
+    assert make_answer(LEVELS, logs(0.1, 0.2, 0.5), Calibration(temperature=1e-320), None).probabilities == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,12 @@ def test_extreme_logits_give_no_nan() -> None:
         ({"temperature": float("nan")}, "calibration.temperature is nan"),
         ({"temperature": {"a": -1.0}}, "calibration.temperature"),
         ({"abstain_below": 1.5}, "calibration.abstain_below is 1.5"),
-        ({"prior": [7]}, "calibration.prior"),
+        ({"abstain_below": True}, "calibration.abstain_below is True"),
+        ({"prior": [7]}, "calibration.prior is [7]: true, or a text"),
+        ({"prior": 7}, "calibration.prior is 7"),
+        ({"prior": {"a": 1}}, "calibration.prior is {'a': 1}"),
+        ({"prior": ["N/A", " "]}, "calibration.prior"),
+        ({1: 2, "bias": 1}, "calibration.1 is not known"),
         ({"bias": 1}, "calibration.bias is not known"),
         (7, "calibration is 7"),
     ],

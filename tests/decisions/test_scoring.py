@@ -73,6 +73,10 @@ def test_many_prompts_and_errors_in_their_places(llm: LLM) -> None:
     assert errors[6] is None and all(part in (error or "") for part, error in zip(wanted, errors[:6], strict=True)), errors
     with pytest.raises(DecisionError, match="choices must differ"):
         llm.score(PROMPT, [" a", " a"])
+    for prompt, choices in ((PROMPT, None), (7, [" a"]), (None, None)):
+        with pytest.raises(DecisionError, match=r"prompt is .*is needed"):
+            llm.score(prompt, choices)
+    assert "is no pair: (prompt, choices)" in (llm.score([PROMPT], use_tqdm=False)[0].error or "")
 
 
 def test_log_likelihoods_and_whether_they_are_greedy(llm: LLM, reference: Any) -> None:
@@ -85,8 +89,31 @@ def test_log_likelihoods_and_whether_they_are_greedy(llm: LLM, reference: Any) -
         log, is_greedy = continuation_logs(reference, encode(context + continuation), len(encode(kept)))
         assert result.logprob == pytest.approx(log, abs=TOLERANCE) and result.is_greedy is is_greedy
     assert results[-1].is_greedy and not all(r.is_greedy for r in results)
-    with pytest.raises(DecisionError, match="a context"):
-        llm.loglikelihood([([], [5])], use_tqdm=False)
+    bad = [([], [5]), (PROMPT, ""), ("a", "b"), (PROMPT,), PROMPT, (7, 8)]
+    wanted = [
+        "a context",
+        "a continuation",
+        "'b' melts into the context's last token",
+        "is no pair",
+        "is no pair",
+        "must both be texts, or both token ids",
+    ]
+    for pair, message in zip(bad, wanted, strict=True):
+        with pytest.raises(DecisionError, match=message):
+            llm.loglikelihood([pair], use_tqdm=False)
+
+
+def test_log_likelihoods_go_on_behind_a_partial_file(llm: LLM, tmp_path: Path) -> None:
+    path, pairs = tmp_path / "pairs.jsonl", [(PROMPT, choice) for choice in CHOICES] + [("In the beginning", " God")]
+    whole = llm.loglikelihood(pairs, use_tqdm=False)
+    with pytest.raises(DecisionError, match="is no pair"):
+        list(llm.loglikelihood(iter([*pairs[:6], "oops"]), output=path))
+    assert len(path.read_text().splitlines()) == 1 + 6  # the six pairs of one context, behind the header
+    before = llm.engine.scheduler.counters.finished_requests
+    resumed = llm.loglikelihood(pairs, output=path, use_tqdm=False)
+    assert llm.engine.scheduler.counters.finished_requests == before + 1
+    assert [r.logprob for r in resumed] == pytest.approx([r.logprob for r in whole], abs=1e-5)
+    assert [(r.is_greedy, r.num_tokens) for r in resumed] == [(r.is_greedy, r.num_tokens) for r in whole]
 
 
 def test_neighbours_share_their_context(llm: LLM) -> None:
@@ -118,6 +145,14 @@ def test_rank_is_the_relevance_question_of_each_document_alone(llm: LLM, referen
             with pytest.raises(DecisionError, match=message):
                 llm.rank("x", bad)
     assert llm.rank("x", []) == []
+    assert [r.document for r in llm.rank("lamp", iter(documents))] == [r.document for r in llm.rank("lamp", documents)]
+    for query, given, top_n, message in (
+        ("x", "abc", None, "documents is 'abc'"),
+        (None, ["a"], None, "query is None"),
+        ("x", ["a"], -1, "top_n"),
+    ):
+        with pytest.raises(DecisionError, match=message):
+            llm.rank(query, given, top_n=top_n)  # pyright: ignore[reportArgumentType]
 
 
 def test_more_documents_than_one_job_holds(llm: LLM) -> None:

@@ -15,6 +15,7 @@ from lastrow.core.limits import SchedulerConfig
 from lastrow.core.scheduler import Scheduler
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.model_runner import ModelRunner
+from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.models.batch import ForwardBatch
 
 VOCAB = 40
@@ -56,6 +57,7 @@ class StubModel:
     """Stores token ids where a model stores K/V."""
 
     def __init__(self, full_blocks: int, sliding_blocks: int) -> None:
+        self.ops = ReferenceOps()
         self.memory = [np.full(blocks * BLOCK, -7, np.int64) for blocks in (full_blocks, sliding_blocks)]
 
     def forward(self, batch: ForwardBatch, pool: None) -> torch.Tensor | None:

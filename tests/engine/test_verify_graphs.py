@@ -57,7 +57,7 @@ def engine(ops, graphs: bool, answers: list[list[int]] | None = None) -> LLMEngi
     pool = KVPool(TINY, KVBudget(BLOCKS, BLOCKS, BLOCK), "auto", torch.float32, torch.device("cpu"))
     runner = ModelRunner(m, pool, vocab_size=97, max_num_seqs=SEQUENCES, max_model_len=64, block_size=BLOCK)
     if graphs:
-        runner.inputs.tile_rows = attention_tile_rows(m, pool)
+        runner.inputs.use_tiles(attention_tile_rows(m, pool))
         rows = (1, 8) if m.ops.name == "triton" else (1, 4, 16)
         made = CUDAGraphs(m, pool, runner.inputs, GraphBuckets((16, 64), rows, (64,), (64,)), answers is not None, itself)
         made.warm_up()

@@ -32,13 +32,17 @@ def test_drafts_give_the_tokens_of_plain_decoding(heldout: list[dict[str, Any]],
         assert sum(a == b for a, b in zip(got, expected, strict=True)) >= 0.75 * len(expected)
 
 
-def test_questions_in_one_pass_are_those_asked_alone() -> None:
-    llm = LLM("tiny-e", **SMALL)
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_questions_in_one_pass_are_those_asked_alone(batch_invariant: bool) -> None:
+    llm = LLM("tiny-e", **SMALL, batch_invariant=batch_invariant)
     questions = [{"type": "predicate", "instructions": f"Is this message about {what}?"} for what in ("money", "a lamp", "spam", "time")]
     state = "Message: I was charged twice for the lamp, and I want my money back before the end of the week."
     together = [answer.probability for answer in llm.decide(state, questions).answers]
     graphs = llm.engine.runner.graphs
     assert llm.engine.runner.model.ops.counts["copy_tokens"] and not any("fork" in reason for reason in graphs.misses)
     alone = [llm.decide(state, [question]).answers[0].probability for question in questions]
-    # bf16: logits of size 8 to 16 are 0.06 apart, and a moved sum moves one step of two labels: 0.12 of a log odds, 0.03 of a probability
-    assert together == pytest.approx(alone, abs=0.03)
+    if batch_invariant:
+        assert together == alone
+    else:
+        # bf16: logits of size 8 to 16 are 0.06 apart; a moved sum moves a step of two labels: 0.12 of a log odds, 0.03 of a probability
+        assert together == pytest.approx(alone, abs=0.03)

@@ -10,7 +10,7 @@ from kernels.compare import randn, relative_error
 from kernels.pools import FORMATS, filled_pool, query_rows
 from lastrow.kernels import attention, attention_rows
 from lastrow.kernels.attention import TileConfig
-from lastrow.kernels.rows import QueryRows, max_tiles, tile_array
+from lastrow.kernels.rows import QueryRows, max_tiles
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # bf16: the result is rounded once and the probabilities once before the second product (2 * 2^-9 = 3.9e-3 at worst).
@@ -155,13 +155,12 @@ def test_padding_rows_and_tiles_of_a_graph_bucket_do_no_harm(device):
     """Rows past the real ones have position 0 and the null block; empty tiles store nothing; the bound on keys may be loose."""
     q, pool, rows, table, window = build(([17, 9], None, 4, 1, 32, 12), "auto", FP32, device)
     n, bt = rows.num_rows, 4
-    real = tile_array(rows.q_lens, rows.positions.cpu().numpy(), rows.seq_index.cpu().numpy(), bt)
-    assert torch.equal(torch.from_numpy(real).to(device), QueryRows(**fields(rows, plan="tiled")).tile_list(bt))
+    real = QueryRows(**fields(rows, plan="tiled")).tile_list(bt)
     bucket = max_tiles(n + 5, len(rows.q_lens) + 1, bt)
-    padded = tile_array(rows.q_lens, rows.positions.cpu().numpy(), rows.seq_index.cpu().numpy(), bt, pad_to=bucket)
-    assert len(padded) == bucket > len(real)
+    padded = torch.nn.functional.pad(real, (0, 0, 0, bucket - len(real)))
+    assert bucket > len(real)
     grown = QueryRows(**fields(
-        rows, plan="tiled", tiles={bt: torch.from_numpy(padded).to(device)}, kv_lens=(99, 99),
+        rows, plan="tiled", tiles={bt: padded}, kv_lens=(99, 99),
         positions=torch.nn.functional.pad(rows.positions, (0, 5)), seq_index=torch.nn.functional.pad(rows.seq_index, (0, 5)),
     ))  # fmt: skip
     q_grown = torch.cat([q, randn(5, 4, 32, device=device)])
@@ -178,11 +177,11 @@ def fields(rows: QueryRows, **changes) -> dict:
 
 
 def test_max_tiles_bounds_every_division():
-    positions = torch.arange(40).numpy()
+    index, table = torch.arange(40, dtype=torch.int32), torch.zeros(40, 10, dtype=torch.int32)
     for q_lens in ([40], [1] * 40, [17, 23], [1, 38, 1], [16, 16, 8]):
-        tiles = tile_array(q_lens, positions, positions, 16)
+        tiles = QueryRows(index, index, (table, table), tuple(q_lens), tuple(q_lens), plan="tiled").tile_list(16)
         assert len(tiles) <= max_tiles(40, len(q_lens), 16)
-        assert sorted((int(a), int(a + n)) for a, n in tiles[:, :2])[-1][1] == 40 and tiles[:, 1].sum() == 40
+        assert sorted((a, a + n) for a, n in tiles[:, :2].tolist())[-1][1] == 40 and tiles[:, 1].sum() == 40
 
 
 def test_unusable_shapes_are_refused_with_the_reason(device):

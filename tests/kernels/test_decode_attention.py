@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from kernels.pools import FORMATS, filled_pool, query_rows
 from lastrow.kernels import attention, decode_attention, qkv_epilogue
 from lastrow.kernels.kv_cache import PagedKV
 from lastrow.kernels.rope import rope_table
+from lastrow.kernels.triton_ops import TritonOps
 
 EPS = 1e-6
 SMALL = decode_attention.DecodeConfig(32, 16)
@@ -43,11 +47,11 @@ def build(name, cases, form, dtype, device, own, k_eq_v=False, block_size=16):
     return args, keys
 
 
-def check(args, keys, limit, **config):
+def check(args, keys, limit, run=decode_attention.triton, **config):
     qkv, rows, rope, q_weight, d, eps, pool, table, window = args
     copy = PagedKV(*(None if t is None else t.clone() for t in (pool.k, pool.v, pool.k_scale, pool.v_scale)))
     counters = torch.zeros(64, dtype=torch.int32, device=qkv.device)
-    got = decode_attention.triton(*args, **keys, counters=counters, **config)
+    got = run(*args, **keys, counters=counters, **config)
     assert not counters.any()
     own = dict(kv=copy, kv_heads=pool.k.shape[2], **keys) if keys else {}
     q = qkv_epilogue.triton(qkv, rows.positions, rope, q_weight, d, eps, **own)
@@ -81,9 +85,45 @@ def test_steps_in_flight(device, name, form, warps):
     check(*build(name, CASES, form, torch.float32, device, True), 2e-5, config=config)
 
 
-def test_a_window_bounds_the_splits_of_a_long_context():
-    assert decode_attention.decode_config(64, 8192, 512) == decode_attention.decode_config(64, 512)
-    assert decode_attention.decode_config(64, 8192).chunk == 1024
+def test_configurations_by_rows_and_length():
+    tiles = decode_attention.decode_config
+    assert tiles(64, 8192, 512) == tiles(64, 131072, 512) != tiles(64, 512, 512) == tiles(64, 512)
+    assert tiles(16, 8192, 512) != tiles(64, 8192, 512)
+    assert [(c.chunk, c.keys) for c in (tiles(rows, 8192) for rows in (64, 16, 1))] == [(1024, 16), (1024, 32), (256, 32)]
+    assert [(c.chunk, c.keys) for c in (tiles(rows, 2048) for rows in (64, 16, 1))] == [(1024, 32), (256, 32), (128, 32)]
+    assert tiles(1, 1024).chunk == tiles(1, 8192, 512).chunk == 32
+    warps = decode_attention.warps_config
+    full = [warps(rows, 8192, 0, 512) for rows in (64, 16, 1)]
+    assert [c and c.splits for c in full] == [4, 16, 64]
+    assert warps(64, 1024, 0, 512) is warps(1, 512, 512, 256) is warps(64, 512, 512, 256) is None
+    window = [warps(rows, kv_len, 512, 256) for rows in (64, 16, 1) for kv_len in (1024, 131072)]
+    assert [c and c.splits for c in window] == [4, 4, 4, 4, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("form", "heads", "kv_heads", "d", "context", "kernel"),
+    [
+        ("int8_per_token_head", 8, 1, 512, 4096, "warps"),
+        ("fp8_per_token_head", 8, 1, 512, 4096, "warps"),
+        ("fp8_per_token_head", 8, 2, 512, 4096, "warps"),
+        ("int8_per_token_head", 8, 1, 512, 512, "tiles"),
+        ("auto", 8, 1, 512, 4096, "tiles"),
+        ("int8_per_token_head", 16, 1, 512, 4096, "tiles"),
+        ("int8_per_token_head", 8, 1, 64, 4096, "tiles"),
+    ],
+)
+@pytest.mark.parametrize("own", [True, False], ids=["owner", "sharing"])
+def test_which_kernel_reads_the_keys(monkeypatch, form, heads, kv_heads, d, context, kernel, own):
+    ran = []
+    ops = TritonOps(device="cpu")
+    ops._decode_warps = SimpleNamespace(triton=lambda *a, **keys: ran.append(("warps", keys["config"])))
+    monkeypatch.setattr(decode_attention, "triton", lambda *a, **keys: ran.append(("tiles", keys["config"])))
+    args, keys = build("case", {"case": ([32, 7], heads, kv_heads, d, 0)}, form, torch.bfloat16, "cpu", own)
+    rows = replace(args[1], kv_lens=(context, context))
+    ops.decode_attention(args[0], rows, *args[2:], **keys)
+    config = decode_attention.warps_config(2 * kv_heads, context, 0, d) if kernel == "warps" else None
+    assert ran == [(kernel, config)] and (kernel == "tiles" or config is not None)
+    assert not TritonOps(batch_invariant=True, device="cpu").fuses_decode(rows)
 
 
 def test_value_is_the_raw_key_when_asked(device):
@@ -106,9 +146,31 @@ def test_a_padding_row_stores_nothing_and_leaves_the_others_alone(device):
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_real_shapes_in_bf16(name, form, own, rows):
     args, keys = build(name, REAL, form, torch.bfloat16, "cuda", own, block_size=64)
-    d, window, pool = args[4], args[8], args[6]
+    window, pool = args[8], args[6]
     for kv_len in (512, 8192):
-        config = decode_attention.decode_config(rows, kv_len, window, d, form != "auto")
+        config = decode_attention.decode_config(rows, kv_len, window)
         mine = PagedKV(*(None if t is None else t.clone() for t in (pool.k, pool.v, pool.k_scale, pool.v_scale)))
         # as in test_attention: the result is rounded once, the probabilities once
         check((*args[:6], mine, *args[7:]), keys, 4e-3, pdl=rows > 1, config=config)
+
+
+WARPS = {256: [dict(warps=4), dict(warps=2), dict(warps=8), dict(warps=2, shared=True)],
+         512: [dict(warps=4, shared=True), dict(warps=2, shared=True)]}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [True, False], ids=["owner", "sharing"])
+@pytest.mark.parametrize("form", FORMATS[1:])
+@pytest.mark.parametrize("name", ["E2B sliding", "E2B full", "E4B sliding"])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_warps_that_stream_keys_of_their_own(name, form, own, pdl):
+    from lastrow.kernels import decode_attention_warps  # Gluon: on a card alone
+
+    args, keys = build(name, REAL, form, torch.bfloat16, "cuda", own, block_size=64)
+    for config in WARPS[args[4]]:
+        for splits in (1, 4, 50):
+            mine = PagedKV(*(None if t is None else t.clone() for t in args[6].tensors()))
+            check(
+                (*args[:6], mine, *args[7:]), keys, 4e-3, decode_attention_warps.triton, pdl=pdl,
+                config=decode_attention.WarpsConfig(splits, **config),
+            )  # fmt: skip

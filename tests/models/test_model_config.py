@@ -177,6 +177,8 @@ REFUSED = {
     "biases": ({"attention_bias": True}, "attention_bias is true"),
     "an embedding model": ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
     "an untied head": ({"tie_word_embeddings": False}, "tie_word_embeddings is false"),
+    "a RoPE that is a list": ({"rope_parameters": []}, r"rope_parameters is \[\]: a JSON object"),
+    "a layer type's RoPE that is a number": ({"rope_parameters": {"full_attention": 0}}, "rope_parameters.full_attention is 0: a JSON"),
     "another RoPE": ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention.rope_type is 'yarn'"),
     "stretched RoPE": ({"rope_parameters": WRONG_ROPE}, "sliding_attention.factor is 8.0"),
     "no head dim": ({"head_dim": None}, "head_dim is missing"),

@@ -24,7 +24,7 @@ MAX_MODEL_LEN, STEP_TOKENS = 1024, 128
 
 
 class ServerProcess:
-    """`lastrow serve tiny-e` with the given flags."""
+    """`lastrow serve tiny-e`, or `lastrow serve` where the flags name a shape."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         with socket.socket() as probe:
@@ -33,7 +33,8 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"server-{self.port}.log"
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "lastrow", "serve", "tiny-e", "--port", str(self.port), *flags]
+        model = () if "--shape" in flags else ("tiny-e",)
+        command = [sys.executable, "-m", "lastrow", "serve", *model, "--port", str(self.port), *flags]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 

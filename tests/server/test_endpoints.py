@@ -246,6 +246,39 @@ def chunks(server: ServerProcess, path: str, body: dict[str, Any]) -> list[dict[
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
+@pytest.mark.parametrize("fields", [{"echo": True}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}, {"logprob_token_ids": [300]}])
+def test_an_answer_of_no_tokens_ends_by_its_length(server: ServerProcess, fields: dict[str, Any]):
+    """vLLM's word for max_tokens 0; requests for the logits of a few ids said `stop`."""
+    body = {"prompt": "In the beginning", "max_tokens": 0, "temperature": 0, **fields}
+    answer = server.post("/v1/completions", body).json()
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 0
+    if "prompt_logprobs" not in fields:
+        assert chunks(server, "/v1/completions", body)[-1]["choices"][0]["finish_reason"] == "length"
+    if "echo" not in fields:
+        chat = {"messages": NEPAL, "max_tokens": 0, "temperature": 0, **fields}
+        assert server.post("/v1/chat/completions", chat).json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_logprobs_of_named_ids_need_no_token(server: ServerProcess):
+    """max_tokens 0 gives what one token gives; the server answered with an empty list."""
+    fields = {"temperature": 0, "logprob_token_ids": [300, 400]}
+    for path, prompt in (("/v1/completions", {"prompt": "In the beginning"}), ("/v1/chat/completions", {"messages": NEPAL})):
+        one, none = ({**prompt, **fields, "max_tokens": count} for count in (1, 0))
+        sampled, bare = (server.post(path, body).json()["choices"][0]["logprobs"] for body in (one, none))
+        (told,) = [found for chunk in chunks(server, path, none) if (found := chunk["choices"][0]["logprobs"])]
+        assert list(told) == list(bare) and len(next(iter(told.values()))) == 1
+        if "content" in bare:
+            (entry,), (wanted,) = bare["content"], sampled["content"]
+            assert (entry["token"], entry["logprob"], entry["bytes"]) == ("", 0.0, [])
+            named = wanted["top_logprobs"][1:]  # behind the sampled token
+            assert [top["token"] for top in entry["top_logprobs"]] == [top["token"] for top in named] and len(named) == 2
+            assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx([top["logprob"] for top in named], abs=1e-4)
+        else:
+            assert (bare["tokens"], bare["token_logprobs"], bare["text_offset"]) == ([""], [0.0], [0])
+            (top,), (wanted,) = bare["top_logprobs"], sampled["top_logprobs"]
+            assert len(top) == 2 and top == pytest.approx({token: wanted[token] for token in top}, abs=1e-4)
+
+
 def test_streams_bring_what_whole_answers_bring(server: ServerProcess):
     """Logprobs of named ids, an echo and the running usage were left out of one kind of answer or the other."""
     body = {"prompt": "In the beginning", "temperature": 0, "max_tokens": 3, "logprob_token_ids": [300, 400]}

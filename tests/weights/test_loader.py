@@ -68,6 +68,24 @@ def test_every_layout_and_name_style_gives_the_same_weights(layout: Callable, pr
     assert_holds(load(layout(tmp_path, state(prefix))), state())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "norm.weight", "layers.3.mlp.down_proj.weight", "layers.0.layer_scalar"])
+def test_weights_that_are_no_numbers_are_named(name: str, value: float, tmp_path: Path) -> None:
+    """They make every logit NaN, and a model of NaN answers with padding."""
+    tensors = state()
+    tensors["model." + name].view(-1)[-1] = value
+    with pytest.raises(WeightsError, match=f"1 tensors hold NaN or infinity in float32: model.{name}$"):
+        load(write(tmp_path, tensors))
+
+
+def test_a_dtype_too_small_for_the_weights_is_named(tmp_path: Path) -> None:
+    tensors = state()
+    tensors["model.norm.weight"][0] = 1e6
+    load(write(tmp_path, tensors), torch.bfloat16)
+    with pytest.raises(WeightsError, match=r"infinity in float16: model\.norm\.weight"):
+        load(tmp_path, torch.float16)
+
+
 def test_other_modalities_and_a_stored_head_are_left_out_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = {
         "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight": torch.zeros(3, 3),

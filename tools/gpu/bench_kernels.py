@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import statistics
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 
 from lastrow.kernels import (
     add_norm,
@@ -31,6 +33,7 @@ from lastrow.kernels import (
     attention_ws,
     centroid_head,
     decode_attention,
+    decode_attention_warps,
     embedding,
     geglu,
     gemv,
@@ -224,18 +227,36 @@ def bench_rows(b: Bench) -> None:
 
 
 FORMS = {"auto": BF16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-LONG = {  # (keys, stages, warps) by head dim; the first is the one of short contexts
-    512: ((64, 2, 8), (32, 3, 4), (32, 4, 4), (16, 3, 4), (16, 4, 4), (64, 3, 4), (64, 3, 8), (32, 3, 8), (32, 1, 4)),
-    256: ((64, 2, 8), (64, 3, 4), (32, 3, 4), (32, 4, 4), (64, 1, 8), (32, 1, 4)),
+# Beside the configuration that is chosen, by head dim and rows: chunk, keys, stages, warps of decode_attention for bf16; splits, warps,
+# shared of decode_attention_warps.
+TILES = {
+    (512, 64): ((1024, 32, 3, 4),),
+    (512, 16): ((512, 32, 3, 4),),
+    (512, 1): ((128, 32, 3, 4), (64, 64, 1, 8)),
+    (256, 64): ((256, 32, 3, 4), (128, 64, 2, 8)),
+    (256, 16): ((128, 32, 3, 4), (64, 64, 1, 8)),
+    (256, 1): ((128, 32, 3, 4),),
+}
+WARPS = {
+    (512, 64): ((8, 2, True),),
+    (512, 16): ((8, 4, True),),
+    (512, 1): ((32, 4, True),),
+    (256, 64): ((2, 8),),
+    (256, 16): ((8, 4),),
+    (256, 1): ((4, 4),),
 }
 
 
-def bench_decode(b: Bench, context: int = 7936) -> None:
-    """decode_attention over long contexts: configurations by storage format. Copies of a call read other keys, so that the
-    L2 cache does not answer."""
-    for d, window in ((512, 0), (256, 512)):
+def bench_decode(b: Bench) -> None:
+    """decode_attention over long contexts: kernels and configurations by storage format, each call behind its qkv projection as in a
+    step, all dependent launches; "projections" is that chain alone. Copies of a call read other keys and weights, so that the L2 cache
+    does not answer. Names: tiles chunk/keys/stages/warps; warps splits/warps."""
+    tile, warp = decode_attention.DecodeConfig, decode_attention.WarpsConfig
+    for d, window, context in ((512, 0, 7936), (256, 512, 7936)):
+        bucket = triton.next_power_of_2(context)  # a configuration is chosen by the length of a graph's bucket
         full, every, table = prompts([context] * 64, d)
         w, rope = near_one(d), rope_table(d, 1e4, context, None, BF16, "cuda")
+        weights = [rnd(10 * d, H, scale=H**-0.5) for _ in range(8)]
         counters = torch.zeros(1024, dtype=torch.int32, device="cuda")
         pools = {}
         for form, storage in FORMS.items():
@@ -244,42 +265,65 @@ def bench_decode(b: Bench, context: int = 7936) -> None:
                 (k, ks), (v, vs) = (kv_cache.quantize(x, storage) for x in (full.k, full.v))
                 pools[form] = PagedKV(k, v, ks, vs)
 
-        def compiled(case: tuple[PagedKV, decode_attention.DecodeConfig]) -> None:
-            qkv, slots = rnd(1, 10 * d), torch.full((1,), -1, dtype=torch.int32, device="cuda")
+        def call(kv: PagedKV, qkv: torch.Tensor, rows: QueryRows, slots: torch.Tensor, config: Any) -> torch.Tensor:
+            kernel = decode_attention if isinstance(config, tile) else decode_attention_warps
+            return kernel.triton(qkv, rows, rope, w, d, EPS, kv, table, window, w, slots, counters=counters, pdl=True, config=config)
+
+        def compiled(case: tuple[PagedKV, Any, int]) -> None:
+            kv, config, r = case
+            slots = torch.full((1,), -1, dtype=torch.int32, device="cuda")
             rows = QueryRows(slots + context, slots + 1, every.block_tables, (1,), (context,), 1)
             with contextlib.suppress(Exception):  # compare() says what does not fit
-                decode_attention.triton(qkv, rows, rope, w, d, EPS, case[0], table, window, w, slots, counters=counters, config=case[1])
+                call(kv, split_linear.triton(rnd(r, H), weights[0])[:, :1].contiguous(), rows, slots, config)
 
+        def variants(kv: PagedKV, r: int) -> dict[str, Any]:
+            chosen = decode_attention.warps_config(r, bucket, window, d) if kv.is_quantized else None
+            if kv.is_quantized:  # both formats are the same bytes: one of them gets every variant
+                others = [warp(*shape) for shape in WARPS[d, r] if kv.k.dtype is torch.int8]
+            else:
+                others = [tile(*shape) for shape in TILES[d, r]]
+            tiles = decode_attention.decode_config(r, bucket, window)
+            out = {}
+            for c in dict.fromkeys((chosen or tiles, tiles, *others)):
+                name = "chosen " * (c == (chosen or tiles))
+                if isinstance(c, tile):
+                    name += f"tiles {c.chunk}/{c.keys}/{c.stages}/{c.warps}"
+                else:
+                    name += f"warps {c.splits}/{c.warps}{' shared' * c.shared}"
+                out[name] = c
+            return out
+
+        # chunks and splits are no constants of a kernel: one launch per other field, and number of partial sums, compiles it
+        sums = {r: split_linear.split_config(10 * d, H, rows=r).splits for r in (64, 16, 1)}
+        cases = {
+            (form, dataclasses.replace(c, chunk=0) if isinstance(c, tile) else dataclasses.replace(c, splits=1), sums[r]): (kv, c, r)
+            for form, kv in pools.items() for r in (64, 16, 1) for c in variants(kv, r).values()
+        }  # fmt: skip
         with ThreadPoolExecutor(16) as threads:
-            one = decode_attention.decode_config(1, context, window, d)
-            shapes = (*LONG[d], (one.keys, one.stages, one.warps))
-            list(threads.map(compiled, [(kv, decode_attention.DecodeConfig(1024, *shape)) for shape in shapes for kv in pools.values()]))
+            list(threads.map(compiled, cases.values()))
         torch.cuda.synchronize()
-        for form, kv in pools.items():
-            for r in (64, 1):
-                qkv, slots = rnd(r, 10 * d), torch.full((r,), -1, dtype=torch.int32, device="cuda")
-                copies = 1 if r * (window or context) > 100_000 else 8
-                index = torch.arange(r, dtype=torch.int32, device="cuda")
-                calls = [QueryRows(torch.full_like(index, context - 1 - (600 * i if r > 1 else 0)), index + (i if r == 1 else 0),
-                                   every.block_tables, (1,) * r, (context,) * r, r) for i in range(copies)]  # fmt: skip
+        for r in (64, 16, 1):
+            x, slots = rnd(r, H), torch.full((r,), -1, dtype=torch.int32, device="cuda")
+            copies = 2 if r * (window or context) > 100_000 else 8
+            index = torch.arange(r, dtype=torch.int32, device="cuda")
+            calls = [QueryRows(torch.full_like(index, context - 1 - (600 * i if window else 0)), (index + r * i) % 64,
+                               every.block_tables, (1,) * r, (bucket,) * r, r) for i in range(copies)]  # fmt: skip
+            b.compare("decode", f"projections d{d} rows {r}", {"split_linear": lambda: [
+                split_linear.triton(x, weight) for weight in weights[:copies]]}, unit="TB/s", work=20.0 * d * H, graph=copies)  # fmt: skip
+            few = min(r, 2)
+            q = qkv_epilogue.triton(split_linear.triton(x, weights[0])[..., : 8 * d].contiguous(), calls[0].positions, rope, w, d, EPS)
+            small = QueryRows(calls[0].positions[:few], index[:few], every.block_tables, (1,) * few, (context,) * few)
+            assert q is not None
+            for form, kv in pools.items():
 
-                def run(config: decode_attention.DecodeConfig) -> torch.Tensor:
-                    outs = [decode_attention.triton(qkv, rows, rope, w, d, EPS, kv, table, window, w, slots, counters=counters,
-                                                    config=config) for rows in calls]  # fmt: skip
+                def run(config: Any) -> torch.Tensor:
+                    outs = [call(kv, split_linear.triton(x, weight), rows, slots, config)
+                            for rows, weight in zip(calls, weights, strict=False)]  # fmt: skip
                     return outs[0]
 
-                chunks = (64, 128, 256) if r == 1 else (128, 256, 512) if window else (512, 1024)
-                shapes = LONG[d] if r > 1 else LONG[d][:4]
-                configs = [decode_attention.DecodeConfig(max(c, s[0]), *s) for s in shapes for c in chunks]
-                configs.insert(0, decode_attention.decode_config(r, context, window, d, kv.is_quantized))
-                few = min(r, 2)
-                q = qkv_epilogue.triton(qkv[:, : 8 * d].contiguous(), calls[0].positions, rope, w, d, EPS)
-                small = QueryRows(calls[0].positions[:few], index[:few], every.block_tables, (1,) * few, (context,) * few)
-                assert q is not None
                 b.compare(
                     "decode", f"{form} d{d} window {window} context {context} rows {r}",
-                    {f"{'chosen ' if i == 0 else ''}{c.chunk}/{c.keys}/{c.stages}/{c.warps}": lambda c=c: run(c)
-                     for i, c in enumerate(configs)},
+                    {name: lambda c=c: run(c) for name, c in variants(kv, r).items()},
                     unit="TB/s", work=2.0 * r * (window or context) * (d * kv.k.element_size() + (4 if kv.is_quantized else 0)),
                     expected=attention.reference(q[:few].float(), kv, small, table, window), view=lambda x, few=few: x[:few],
                     graph=copies,

@@ -108,17 +108,14 @@ class Steps:
         with applied(variant):
             graphs._capture_whole(rows, bucket)
         replay, fields = graphs.whole_step(rows, self.context, follow=False)
-        t, size = fields.t, inputs.block_size
-        index = torch.arange(rows, dtype=torch.int32, device=t["ids"].device)
+        t = fields.t
+        index = torch.arange(rows + 1, dtype=torch.int32, device=t["ids"].device)
+        # a token each at position `last`, all block table entries known; behind them what stands for padding
+        parts = torch.stack((index, torch.full_like(index, last), index, torch.full_like(index, last + 1), torch.zeros_like(index)))
 
         def fill() -> None:
-            t["ids"].copy_(index * 977 + 3)
-            for name in ("positions", "row_positions"):
-                t[name].fill_(last)
-            for name in ("seq_index", "row_seqs"):
-                t[name].copy_(index)
-            for name, table in zip(("slots_full", "slots_sliding"), inputs.block_tables, strict=True):
-                t[name].copy_(table[:rows, last // size] * size + last % size)
+            t["ids"].copy_(index[:rows] * 977 + 3)
+            t["parts"].view(inputs.part_fields, -1)[: len(parts)].copy_(parts)
             t["row_slots"].fill_(inputs.null_slot)
 
         def run() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from lastrow.kernels import (
     centroid_head,
     copy_tokens,
     decode_attention,
+    decode_attention_warps,
     embedding,
     geglu,
     gemv,
@@ -23,6 +25,7 @@ from lastrow.kernels import (
     ple_inputs,
     qkv_epilogue,
     split_linear,
+    token_fields,
 )
 from lastrow.kernels.kv_cache import PagedKV
 from lastrow.kernels.rows import QueryRows
@@ -96,12 +99,27 @@ def _head(device: str) -> None:
 def _decode(heads: int, kv_heads: int, d: int, window: int, form: str, own: bool = True, long: bool = False) -> Callable[[str], None]:
     def case(device: str) -> None:
         r, table = rows(device, [1, 1])
-        config = decode_attention.decode_config(64, 8192, window, d, form != "auto") if long else None
+        config = decode_attention.decode_config(64, 8192, window) if long else None
         width = heads + (2 * kv_heads if own else 0)
         w, slots = _new(device, d), _new(device, 2, dtype=torch.int32)
         args = (_new(device, 2, width * d), r, _new(device, 64, 2, d // 2), w, d, EPS, pool(device, kv_heads, d, form), table, window)
         keys = dict(k_weight=w, slots=slots) if own else {}
         decode_attention.triton(*args, **keys, counters=_new(device, 128, dtype=torch.int32), pdl=True, config=config)
+
+    return case
+
+
+def _decode_warps(d: int, window: int, form: str, own: bool = True, **config: Any) -> Callable[[str], None]:
+    def case(device: str) -> None:
+        r, table = rows(device, [1, 1])
+        w, slots = _new(device, d), _new(device, 2, dtype=torch.int32)
+        width = (10 if own else 8) * d
+        qkv = _new(device, 2, 2, width, dtype=torch.float32)
+        args = (qkv, r, _new(device, 64, 2, d // 2), w, d, EPS, pool(device, 1, d, form), table, window)
+        keys = dict(k_weight=w, slots=slots) if own else {}
+        c = decode_attention.WarpsConfig(4, **config) if config else decode_attention.warps_config(64, 8192, window, d)
+        assert c is not None
+        decode_attention_warps.triton(*args, **keys, counters=_new(device, 128, dtype=torch.int32), pdl=True, config=c)
 
     return case
 
@@ -133,6 +151,15 @@ def _copy_tokens(device: str) -> None:
         copy_tokens.triton(pool(device, kv_heads, d, form), _new(device, 3, 4, dtype=torch.int32))
 
 
+def _token_fields(device: str) -> None:
+    def ints(*shape: int) -> torch.Tensor:
+        return _new(device, *shape, dtype=torch.int32)
+
+    for lists in (0, 2):
+        parts, tables, out = ints(token_fields.PART_FIELDS + lists, 3), ints(2, 65, 128), ints(token_fields.TOKEN_FIELDS, 2048)
+        token_fields.triton(ints(2048), parts, ints(64), tables, ints(65), 64, out, ints(lists), ints(lists, 128 * lists, 5))
+
+
 def _centroid_head(device: str) -> None:
     top = _new(device, 4, 32, dtype=torch.int64)
     centroid_head.triton_gather(_new(device, 4, 256), _new(device, 2048, 128, 256), top)
@@ -146,6 +173,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "split_linear": _split_linear,
     "centroid_head": _centroid_head,
     "copy_tokens": _copy_tokens,
+    "token_fields": _token_fields,
 }
 for _form in STORAGE:
     CASES |= {
@@ -158,6 +186,12 @@ for _form in STORAGE:
         f"attention full {_form}": _attention(attention.triton, 8, 1, 512, 0, _form),
         f"rows sliding {_form}": _attention(attention_rows.triton, 8, 1, 256, 512, _form),
         f"rows full {_form}": _attention(attention_rows.triton, 8, 1, 512, 0, _form),
+    }
+for _form in list(STORAGE)[1:]:
+    CASES |= {
+        f"warps sliding {_form}": _decode_warps(256, 512, _form),
+        f"warps sliding sharing {_form}": _decode_warps(256, 512, _form, own=False),
+        f"warps full {_form}": _decode_warps(512, 0, _form),
     }
 CASES |= {
     "ws sliding": _attention(attention_ws.triton, 8, 1, 256, 512, "auto"),

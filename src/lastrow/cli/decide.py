@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     from lastrow.decisions.filerun import FileRun
     from lastrow.decisions.prompts import template_source
     from lastrow.decisions.questions import DecisionError, parse_questions
-    from lastrow.decisions.summary import check_plot
+    from lastrow.decisions.summary import check_plot, columns
 
     if (args.state is None) == (args.input is None):
         raise DecisionError("give --state TEXT or --input FILE, one of them")
@@ -64,7 +64,12 @@ def run(args: argparse.Namespace) -> None:
             raise DecisionError("--input needs --output FILE (.jsonl, .csv or .parquet)")
         template = template_source(options.get("prompt_template"))
         settings = [[asdict(q) for q in questions], options | {"prompt_template": template}, engine_options(args), args.state_field]
-        job = FileRun(Path(args.input), Path(args.output), settings, (args.state_field,), args.state_field, args.id_field, args.overwrite)
+        # jsonl keeps the answers nested and has no columns
+        flat_columns = {} if args.output.lower().endswith(".jsonl") else columns(questions, args.label_mass, args.diagnostics)
+        needed = (args.state_field,)
+        job = FileRun(
+            Path(args.input), Path(args.output), settings, needed, args.state_field, flat_columns, args.id_field, args.overwrite
+        )  # fmt: skip
         job.check()
     elif args.output is not None:
         raise DecisionError("--output is for --input; with --state add --json and redirect")
@@ -130,7 +135,7 @@ def _show_answers(output: DecisionOutput) -> None:
 
 def _file(args: argparse.Namespace, job: Any, llm: LLM, made: QuestionSet) -> None:
     from lastrow.decisions.questions import DecisionError
-    from lastrow.decisions.summary import Summary, columns, flat
+    from lastrow.decisions.summary import Summary, flat
 
     def states(rows: Iterable[Row]) -> Iterator[Any]:
         for row in rows:
@@ -143,7 +148,6 @@ def _file(args: argparse.Namespace, job: Any, llm: LLM, made: QuestionSet) -> No
     start = time.perf_counter()
     report = job.run(
         lambda rows: llm.decider.decide(states(rows), made),
-        columns(made.questions, args.label_mass, args.diagnostics),
         lambda record: flat(made.questions, record),
         summary.see,
     )

@@ -24,7 +24,7 @@ def size(text: str) -> int:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="tiny-e", metavar="MODEL", help="folder, hub id (owner/name) or tiny-e (default)")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder, hub id (owner/name) or tiny-e (default)")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
@@ -61,10 +61,14 @@ def engine_options(args: argparse.Namespace, text: bool = False) -> dict[str, An
 
     text: the command needs a tokenizer. Raises ConfigError at once, before torch is imported and a model is loaded."""
     options = {item.name: getattr(args, item.name) for item in dataclasses.fields(EngineConfig) if hasattr(args, item.name)}
+    if args.model is None:
+        del options["model"]
     if options.get("shape"):
         options.setdefault("load_format", "dummy")
         if text:
             raise ConfigError(f"shape {options['shape']!r} has dummy weights and no tokenizer: give a checkpoint folder or hub id as MODEL")
+        if args.model is not None:
+            raise ConfigError(f"MODEL is {args.model!r}, and --shape {options['shape']} is a model without files: give one of the two")
     EngineConfig(**options)
     return options
 

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> None:
             raise DecisionError("--input needs --output FILE (.jsonl, .csv or .parquet)")
         needed = (args.prompt_field,) if args.choice else (args.prompt_field, args.choices_field)
         settings = ["score", args.choice, engine_options(args), needed]
-        job = FileRun(Path(args.input), Path(args.output), settings, needed, args.prompt_field, args.id_field, args.overwrite)
+        columns = {"best": str, "logprob": float, "probability": float}
+        job = FileRun(Path(args.input), Path(args.output), settings, needed, args.prompt_field, columns, args.id_field, args.overwrite)
         job.check()
     import lastrow
 
@@ -66,9 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _file(args: argparse.Namespace, job: Any, llm: Any) -> None:
-    report = job.run(
-        lambda rows: llm.decider.score(_pairs(rows, args)), {"best": str, "logprob": float, "probability": float}, _flat, lambda _: None
-    )
+    report = job.run(lambda rows: llm.decider.score(_pairs(rows, args)), _flat, lambda _: None)
     print(
         f"{report.num_rows:,} rows, {report.num_errors:,} with an error · {report.rows_per_s:,.1f} items/s · {args.output}", file=sys.stderr
     )

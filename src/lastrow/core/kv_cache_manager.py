@@ -84,7 +84,7 @@ class _RequestBlocks:
     num_trimmed: int = 0
     num_registered: int = 0
     is_unstarted_fork: bool = False
-    pending: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    pending: list[tuple[int, int, int]] = field(default_factory=lambda: [])
 
 
 class KVCacheManager:

@@ -59,13 +59,13 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    output_token_ids: list[int] = field(default_factory=list[int])
+    output_token_ids: list[int] = field(default_factory=lambda: [])  # list[int]() takes eight times as long
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_inflight_tokens: int = 0
     num_preemptions: int = 0
-    draft_token_ids: list[int] = field(default_factory=list[int])
-    block_hashes: list[bytes] = field(default_factory=list[bytes])
+    draft_token_ids: list[int] = field(default_factory=lambda: [])
+    block_hashes: list[bytes] = field(default_factory=lambda: [])
     arrival_index: int = 0
     metrics: RequestMetrics = field(init=False)
 

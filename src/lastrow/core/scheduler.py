@@ -356,7 +356,7 @@ class Scheduler:
             if part.sample:
                 self._take_tokens(part, result, output)
             elif not request.samples and part.end == request.num_prompt_tokens:
-                output.finish_reason = FinishReason.STOP if request.label_token_ids is not None else FinishReason.LENGTH
+                output.finish_reason = FinishReason.LENGTH
             if output.finish_reason is not None:
                 self.finish_request(request.request_id, output.finish_reason, output.stop_reason)
             if output.new_token_ids or output.prompt_logprobs or output.label_logits or output.finish_reason is not None:

@@ -6,7 +6,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from lastrow.progress import track
 from lastrow.tokenizer import Tokenizer
 
 T = TypeVar("T")
+L = TypeVar("L", DecisionOutput, ScoreOutput, Loglikelihood)
 TOKENIZER_THREADS, TOKENIZE_AHEAD = 4, 32  # cores that tokenize, and states that may be ready before the engine has room for them
 RANK_GROUP = 64  # documents that one job holds; more come as the engine has room
 
@@ -62,11 +62,15 @@ class Decider:
             made.priors = self.one(made.prior_job())
         return made
 
-    def decide(self, states: Iterable[Any], questions: QuestionSet) -> Iterator[DecisionOutput]:
-        """One output per state, in order; a state that cannot be asked about has its error there."""
-        jobs = (_decide_job(questions, i, *pair) for i, pair in enumerate(self._encoded(states)))
-        results = JobDriver(self.engine).run(jobs)
-        return (DecisionOutput(i, error=str(r)) if isinstance(r, ValueError) else r for i, r in enumerate(results))
+    def decide(self, states: Iterable[Any], questions: QuestionSet, first: int = 0) -> Iterator[DecisionOutput]:
+        """One output per state, in order, counted from `first`; a state that cannot be asked about has its error there."""
+
+        def results(given: Iterable[Any]) -> Iterator[DecisionOutput]:
+            jobs = (_decide_job(questions, i, *pair) for i, pair in enumerate(self._encoded(given), first))
+            for i, result in enumerate(JobDriver(self.engine).run(jobs), first):
+                yield DecisionOutput(i, error=str(result)) if isinstance(result, ValueError) else result
+
+        return _in_order(states, results)
 
     def _encoded(self, states: Iterable[Any]) -> Iterator[tuple[str | ValueError, Future[list[int]] | None]]:
         """Each state's text and its tokens, which other cores make ahead (the tokenizer holds no lock of Python's)."""
@@ -84,34 +88,48 @@ class Decider:
             yield from ahead
 
     # -------------------------------------------------------------------------------------------------- scores
-    def score(self, prompts: Iterable[tuple[Any, Any]]) -> Iterator[ScoreOutput]:
-        """prompts: (prompt, choices). A pair that cannot be scored has its error in its place."""
-        jobs = (_score_job(self.splicer, i, pair, self.limit) for i, pair in enumerate(prompts))
-        return (ScoreOutput(i, error=str(r)) if isinstance(r, ValueError) else r for i, r in enumerate(JobDriver(self.engine).run(jobs)))
+    def score(self, prompts: Iterable[tuple[Any, Any]], first: int = 0) -> Iterator[ScoreOutput]:
+        """prompts: (prompt, choices), counted from `first`. A pair that cannot be scored has its error in its place."""
+
+        def results(given: Iterable[Any]) -> Iterator[ScoreOutput]:
+            jobs = (_score_job(self.splicer, i, pair, self.limit) for i, pair in enumerate(given, first))
+            for i, result in enumerate(JobDriver(self.engine).run(jobs), first):
+                yield ScoreOutput(i, error=str(result)) if isinstance(result, ValueError) else result
+
+        return _in_order(prompts, results)
 
     def loglikelihood(self, pairs: Iterable[tuple[Any, Any]]) -> Iterator[Loglikelihood]:
         """pairs: (context, continuation), texts or token ids; neighbours with the same context share it. Raises ValueError."""
-        tokens = map(self.continuation_tokens, pairs)
-        grouped = (list(group) for _, group in itertools.groupby(tokens, key=lambda pair: pair[0]))
-        for result in JobDriver(self.engine).run(loglikelihood_job(group, self.limit) for group in grouped):
-            if isinstance(result, ValueError):
-                raise result
-            yield from result
+
+        def results(tokens: Iterable[tuple[list[int], list[int]]]) -> Iterator[Loglikelihood]:
+            grouped = (list(group) for _, group in itertools.groupby(tokens, key=lambda pair: pair[0]))
+            for result in JobDriver(self.engine).run(loglikelihood_job(group, self.limit) for group in grouped):
+                if isinstance(result, ValueError):
+                    raise result
+                yield from result
+
+        return _in_order(map(self.continuation_tokens, pairs), results)
 
     def continuation_tokens(self, pair: tuple[Any, Any]) -> tuple[list[int], list[int]]:
         """(context ids with <bos>, continuation ids). Blanks at a context's end belong to the continuation, as lm-eval has it: there
         the tokenizer puts them."""
-        context, continuation = pair
+        context, continuation = _pair(pair, "context", "continuation")
         bos = self.tokenizer.bos_token_id
         if not isinstance(context, str) or not isinstance(continuation, str):
             if isinstance(context, str) or isinstance(continuation, str):
                 raise DecisionError("context and continuation must both be texts, or both token ids")
+            if not isinstance(context, Sequence) or not isinstance(continuation, Sequence):
+                raise DecisionError(f"the pair is {pair!r}: context and continuation must both be texts, or both token ids")
             return list(context), list(continuation)
         context = self.tokenizer.without_bos(context)
         kept = context.rstrip()
         continuation = context[len(kept) :] + continuation
         ids = self.splicer.encode(kept)
         whole = self.splicer.join(kept, ids, continuation, self.splicer.encode(continuation))
+        if continuation and len(whole) <= len(ids):
+            raise DecisionError(
+                f"the continuation {continuation!r} melts into the context's last token: begin it with a space, or give token ids"
+            )
         return [bos, *ids], whole[len(ids) :]
 
     def rank(
@@ -132,6 +150,33 @@ class Decider:
         if isinstance(result, ValueError):
             raise result
         return result
+
+
+def _in_order(items: Iterable[Any], run: Callable[[Iterable[Any]], Iterator[T]]) -> Iterator[T]:
+    """What `run` makes of items. An exception of theirs comes behind the results of what they gave before it."""
+    failed: list[Exception] = []
+
+    def given() -> Iterator[Any]:
+        try:
+            yield from items
+        except Exception as error:
+            failed.append(error)
+
+    yield from run(given())
+    if failed:
+        raise failed[0]
+
+
+def _pair(value: Any, first: str, second: str) -> tuple[Any, Any]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise DecisionError(f"{value!r} is no pair: ({first}, {second}) is needed")
+    return value[0], value[1]
+
+
+def _iterable(value: Any, what: str, needed: str) -> Iterable[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise DecisionError(f"{what} is {value!r}: {needed} is needed")
+    return value
 
 
 def _groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -160,7 +205,7 @@ def _decide_job(
 def _score_job(splicer: Splicer, index: int, pair: Any, limit: int) -> Generator[Any, Any, ScoreOutput]:
     if isinstance(pair, ValueError):
         raise pair
-    return (yield from score_job(splicer, index, pair[0], pair[1], limit))
+    return (yield from score_job(splicer, index, *_pair(pair, "prompt", "choices"), limit))
 
 
 def shaped(value: Any, is_one: bool, run: Callable[[Iterable[Any]], Iterator[T]], progress: str | None) -> Any:
@@ -175,24 +220,20 @@ def shaped(value: Any, is_one: bool, run: Callable[[Iterable[Any]], Iterator[T]]
     return run(value)
 
 
-def ranked(documents: Sequence[str], scores: Sequence[float], top_n: int | None) -> list[Ranked]:
-    """Most relevant first; equals in the order given."""
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])
-    return [Ranked(i, documents[i], scores[i]) for i in order[: len(order) if top_n is None else top_n]]
-
-
 # ------------------------------------------------------------------------------------------------------ LLM's methods
 def decide(decider: Decider, state: Any, questions: Any, use_tqdm: bool, output: str | Path | None, options: dict[str, Any]) -> Any:
     """See `LLM.decide`."""
     made = questions if isinstance(questions, QuestionSet) else decider.question_set(questions, **options)
     is_one = isinstance(state, (str, Mapping))
-    run = fingerprint({"questions": [asdict(q) for q in made.questions], "options": options})
+    if not is_one:
+        _iterable(state, "state", "a text, JSON data, or an iterable of them")
 
-    def ask(states: Iterable[Any]) -> Iterator[DecisionOutput]:
-        return decider.decide(states, made)
+    def ask(states: Iterable[Any], first: int = 0) -> Iterator[DecisionOutput]:
+        return decider.decide(states, made, first)
 
     if output is None or is_one:
         return shaped(state, is_one, ask, "deciding" if use_tqdm else None)
+    run = fingerprint([str(decider.tokenizer.path), made.settings])
     return shaped(
         state, False, lambda states: logged(states, ask, Path(output), run, DecisionOutput.from_dict), "deciding" if use_tqdm else None
     )
@@ -203,10 +244,14 @@ def score(decider: Decider, prompt: Any, choices: Any, use_tqdm: bool, output: s
     is_one = choices is not None and (
         isinstance(prompt, str) or (isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], int))
     )
-    pairs = (prompt, choices) if is_one else prompt if choices is None else _with_choices(prompt, choices)
+    needed = (
+        "an iterable of (prompt, choices), as there are no choices," if choices is None else "a text, token ids, or an iterable of them"
+    )
+    items = () if is_one else _iterable(prompt, "prompt", needed)
+    pairs = (prompt, choices) if is_one else items if choices is None else _with_choices(items, choices)
     if output is None or is_one:
         return shaped(pairs, is_one, decider.score, "scoring" if use_tqdm else None)
-    run = fingerprint({"choices": choices})
+    run = fingerprint([str(decider.tokenizer.path), choices])
     return shaped(
         pairs, False, lambda items: logged(items, decider.score, Path(output), run, ScoreOutput.from_dict), "scoring" if use_tqdm else None
     )
@@ -217,24 +262,51 @@ def _with_choices(prompts: Iterable[Any], choices: Any) -> Any:
     return list(pairs) if isinstance(prompts, Sequence) else pairs
 
 
-def loglikelihood(decider: Decider, pairs: Any, use_tqdm: bool) -> Any:
+def loglikelihood(decider: Decider, pairs: Any, use_tqdm: bool, output: str | Path | None) -> Any:
     """See `LLM.loglikelihood`."""
-    return shaped(pairs, False, decider.loglikelihood, "scoring" if use_tqdm else None)
+    run = fingerprint([str(decider.tokenizer.path), "log likelihoods"])
+
+    def score_pairs(items: Iterable[Any], _first: int = 0) -> Iterator[Loglikelihood]:
+        return decider.loglikelihood(items)
+
+    def log_pairs(items: Iterable[Any]) -> Iterator[Loglikelihood]:
+        return score_pairs(items) if output is None else logged(items, score_pairs, Path(output), run, Loglikelihood.from_dict)
+
+    pairs = _iterable(pairs, "pairs", "an iterable of (context, continuation)")
+    return shaped(pairs, False, log_pairs, "scoring" if use_tqdm else None)
+
+
+def rank(
+    decider: Decider, query: Any, documents: Any, top_n: int | None, instructions: str | None, prompt_template: str | Path | None
+) -> list[Ranked]:
+    """See `LLM.rank`. Equals stay in the order given."""
+    if not isinstance(query, str):
+        raise DecisionError(f"query is {query!r}: a text is needed")
+    if top_n is not None and top_n < 0:
+        raise DecisionError(f"top_n is {top_n}: a number of documents is needed")
+    documents = list(_iterable(documents, "documents", "an iterable of texts"))
+    scores = decider.rank(query, documents, instructions, prompt_template)
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    return [Ranked(i, documents[i], scores[i]) for i in order[:top_n]]
 
 
 def logged(
-    items: Iterable[Any], run_items: Callable[[Iterable[Any]], Iterator[T]], path: Path, run: str, read: Callable[[int, dict[str, Any]], T]
-) -> Iterator[T]:
-    """Results of all items; those a log has already are read from it, the others are appended as they come."""
+    items: Iterable[Any],
+    run_items: Callable[[Iterable[Any], int], Iterator[L]],
+    path: Path,
+    run: str,
+    read: Callable[[int, dict[str, Any]], L],
+) -> Iterator[L]:
+    """Results of all items; those a log has already are read from it, the others are appended as they come. run_items: gets the other
+    items and the place of their first."""
     log = ResultLog(path, run)
     try:
         done, source = log.num_done, iter(items)
         for i, record in enumerate(itertools.islice(log.records(), done)):
             next(source, None)
             yield read(i, record)
-        for i, result in enumerate(run_items(source), start=done):
-            result.index = i  # pyright: ignore[reportAttributeAccessIssue]
-            log.append(result.to_dict())  # pyright: ignore[reportAttributeAccessIssue]
+        for result in run_items(source, done):
+            log.append(result.to_dict())
             yield result
     finally:
         log.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,9 @@ from lastrow.decisions.log import ResultLog, fingerprint
 from lastrow.decisions.questions import DecisionError
 from lastrow.decisions.tables import OUTPUTS, Columns, Row, check_suffix, count_rows, read_rows, write_rows
 from lastrow.progress import track
+
+# Names in a record of `decide` or `score`.
+OWN_COLUMNS = ("row", "error", "answers", "usage", "truncated", "best", "choices", "logprobs", "probabilities", "num_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +36,16 @@ class RunReport:
 
 @dataclass(frozen=True)
 class FileRun:
-    """One run over a file. needed, text_field: see tables.read_rows. id_field: a column that is copied to the output. settings: whatever
-    else decides the results (JSON data): together with the input's name and size it says whether a log is this run's."""
+    """One run over a file. needed, text_field: see tables.read_rows. columns: of a csv or parquet output, see tables.write_rows. id_field:
+    a column that is copied to the output. settings: whatever else decides the results (JSON data): together with the input's content it
+    says whether a log is this run's."""
 
     input: Path
     output: Path
     settings: Any
     needed: tuple[str, ...]
     text_field: str
+    columns: Columns
     id_field: str | None = None
     overwrite: bool = False
 
@@ -51,6 +57,12 @@ class FileRun:
         """Refuses, before a model is loaded, what cannot work. Raises DecisionError."""
         check_suffix(self.output, OUTPUTS, "--output")
         next(self._rows(), None)
+        if self.output.exists() and self.output.samefile(self.input):
+            raise DecisionError(f"--output {self.output} is the input: choose another name")
+        if taken := [name for name in (*OWN_COLUMNS, *self.columns) if name == self.id_field]:
+            raise DecisionError(f"--id-field {taken[0]}: the output has this name for its own; rename the input's column")
+        if taken := [name for name in self.columns if name in ("row", "error")]:
+            raise DecisionError(f"a question is named {taken[0]!r}, as a column of every output is: give it another name, or write .jsonl")
         if not self.output.parent.is_dir():
             raise DecisionError(f"--output {self.output}: the folder {self.output.parent} does not exist")
         if self.output.exists() and not self.log_path.exists() and not self.overwrite:
@@ -59,13 +71,14 @@ class FileRun:
     def run(
         self,
         work: Callable[[Iterable[Row]], Iterator[Any]],
-        columns: Columns,
         flat: Callable[[dict[str, Any]], dict[str, Any]],
         see: Callable[[dict[str, Any]], None],
     ) -> RunReport:
-        """work: rows -> one output object per row, in order. columns, flat: see tables.write_rows. see: called with every row's record,
+        """work: rows -> one output object per row, in order. flat: see tables.write_rows. see: called with every row's record,
         those of an interrupted run included."""
-        log = ResultLog(self.log_path, fingerprint([self.settings, self.input.name, self.input.stat().st_size, self.id_field]))
+        with open(self.input, "rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        log = ResultLog(self.log_path, fingerprint([self.settings, content, self.id_field]))
         try:
             resumed, start = log.num_done, time.perf_counter()
             for record in self._new_records(work, resumed):
@@ -80,7 +93,7 @@ class FileRun:
                     see(record)
                     yield record
 
-            names = {"row": int, **({self.id_field: str} if self.id_field else {}), **columns, "error": str}
+            names = {"row": int, **({self.id_field: str} if self.id_field else {}), **self.columns, "error": str}
             write_rows(self.output, records(), names, lambda record: flat(record) | self._fixed(record))
         finally:
             log.close()
@@ -88,7 +101,7 @@ class FileRun:
         return RunReport(log.num_done, resumed, errors, seconds)
 
     def _rows(self) -> Iterator[Row]:
-        return read_rows(self.input, self.needed, self.text_field)
+        return read_rows(self.input, (*self.needed, *([self.id_field] if self.id_field else [])), self.text_field)
 
     def _new_records(self, work: Callable[[Iterable[Row]], Iterator[Any]], done: int) -> Iterator[dict[str, Any]]:
         running: deque[Row] = deque()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal, TypeVar
 
 from lastrow.core.output import Logprob
@@ -123,8 +123,8 @@ class QuestionSet:
     """Questions made ready for any number of states.
 
     max_model_len: the window, in tokens. label_mass: score over the whole vocabulary. diagnostics: label_mass, and whether the most
-    probable token begins a label. truncate: where a state that does not fit is cut (None: it is an error). Raises DecisionError naming
-    the question."""
+    probable token begins a label. truncate: where a state that does not fit is cut (None: it is an error). settings: what decides the
+    answers, but for the model (JSON data). Raises DecisionError naming the question."""
 
     def __init__(
         self,
@@ -142,9 +142,14 @@ class QuestionSet:
         if truncate not in (None, "left", "right", "middle"):
             raise DecisionError(f"truncate is {truncate!r}: left, right or middle is needed")
         self.questions, self.calibration = tuple(questions), calibration or Calibration()
+        self.calibration.check_names(self.questions)
         self.priors: list[list[float]] | None = None
         self._splicer, self._writer, self._truncate = splicer, writer, truncate
         self._limit, self._mass, self._diagnostics = max_model_len, label_mass or diagnostics, diagnostics
+        self.settings = [
+            [asdict(question) for question in self.questions], asdict(self.calibration), max_model_len, instructions, label_mass,
+            diagnostics, truncate, writer.settings,
+        ]  # fmt: skip
         self._bos = [splicer.tokenizer.bos_token_id]
         self._before: dict[str, list[int]] = {}
         self._asked = [

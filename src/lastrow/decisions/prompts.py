@@ -55,6 +55,11 @@ class PromptWriter:
             raise DecisionError(f"{tokenizer.path}: no chat template; decide with chat=False and a prompt template that writes all of it")
 
     @property
+    def settings(self) -> list[Any]:
+        """What decides the prompts, but for the tokenizer (JSON data)."""
+        return [self.source, self.chat, self._kwargs]
+
+    @property
     def end_token(self) -> int | None:
         """What ends an answer in this format."""
         return self.tokenizer.special_ids.get("turn_end") if self.chat else None
@@ -76,6 +81,8 @@ class PromptWriter:
         return before.replace(STATE, query), after.replace(STATE, query)
 
     def _render(self, instructions: str | None, **variables: Any) -> str:
+        if instructions is not None and not isinstance(instructions, str):
+            raise DecisionError(f"instructions is {instructions!r}: a text is needed")
         text = self._template.render([], add_generation_prompt=False, instructions=instructions, **variables).strip()
         if not self.chat:
             return self.tokenizer.without_bos(text)
@@ -97,6 +104,8 @@ def template_source(template: str | Path | None) -> str | None:
     """A template's source: a Path, or a text without braces, names a file. Raises DecisionError."""
     if template is None:
         return None
+    if not isinstance(template, (str, Path)):
+        raise DecisionError(f"prompt_template is {template!r}: a jinja file, or its text, is needed")
     if isinstance(template, str) and "{" in template:
         return template
     try:

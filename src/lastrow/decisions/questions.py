@@ -109,6 +109,8 @@ Entry = tuple[Value, str, str | None]
 
 
 def _predicate_entries(criteria: Any, where: str) -> list[Entry]:
+    if isinstance(criteria, Mapping):  # YAML's true and false are booleans
+        criteria = {str(key).lower() if isinstance(key, bool) else key: value for key, value in criteria.items()}
     if criteria is not None and (not isinstance(criteria, Mapping) or set(criteria) - {"true", "false"}):
         raise DecisionError(f"{where}.criteria is {criteria!r}: a mapping with true and false, descriptions of both, is needed")
     about = {key: _description(value, f"{where}.criteria.{key}") for key, value in (criteria or {}).items()}
@@ -119,7 +121,7 @@ def _choices(value: Any, where: str) -> list[Entry]:
     entries: list[Entry] = []
     for i, item in enumerate(_option_list(value, where, 2, "choices")):
         spec = item if isinstance(item, Mapping) else {"value": item}
-        if unknown := sorted(set(spec) - {"value", "description"}):
+        if unknown := [key for key in spec if key not in ("value", "description")]:
             raise DecisionError(f"{where}[{i}].{unknown[0]} is not known: value and description are")
         chosen = spec.get("value")
         if not isinstance(chosen, (str, bool)):
@@ -133,7 +135,7 @@ def _levels(value: Any, where: str) -> list[Entry]:
     entries: list[Entry] = []
     for i, item in enumerate(_option_list(value, where, 2, "levels")):
         spec = item if isinstance(item, Mapping) else {"label": item}
-        if unknown := sorted(set(spec) - {"label", "description"}):
+        if unknown := [key for key in spec if key not in ("label", "description")]:
             raise DecisionError(f"{where}[{i}].{unknown[0]} is not known: label and description are")
         label = spec.get("label")
         label = str(label) if isinstance(label, (int, float)) and not isinstance(label, bool) else label
@@ -179,10 +181,12 @@ def _labels(value: Any, kind: str, texts: Sequence[str], where: str) -> tuple[st
         return value, [YES, NO] if kind == "predicate" else [(text,) for text in texts]
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence) or len(value) != len(texts):
         raise DecisionError(f"{where}.labels is {value!r}: one of {', '.join(SCHEMES)}, or a list of {len(texts)} texts is needed")
-    surfaces = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in value]
-    for i, group in enumerate(surfaces):
+    surfaces: list[tuple[str, ...]] = []
+    for i, entry in enumerate(value):
+        group = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, (list, tuple)) else ()
         if not group or not all(isinstance(text, str) and text.strip() for text in group):
             raise DecisionError(f"{where}.labels[{i}] is {value[i]!r}: a text, or a list of texts, that is not empty is needed")
+        surfaces.append(group)
     return "labels", surfaces
 
 

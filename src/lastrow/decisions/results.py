@@ -29,22 +29,34 @@ class Calibration:
         values = self.temperature.values() if isinstance(self.temperature, Mapping) else [self.temperature]
         if not all(isinstance(t, (int, float)) and not isinstance(t, bool) and 0.0 < t < math.inf for t in values):
             raise DecisionError(f"calibration.temperature is {self.temperature!r}: a positive number, or one by question name, is needed")
-        if not isinstance(self.abstain_below, (int, float)) or not 0.0 <= self.abstain_below <= 1.0:
+        if not isinstance(self.abstain_below, (int, float)) or isinstance(self.abstain_below, bool) or not 0.0 <= self.abstain_below <= 1.0:
             raise DecisionError(f"calibration.abstain_below is {self.abstain_below!r}: a probability is needed")
-        if isinstance(self.prior, (str, bytes)) or not all(isinstance(text, str) for text in self.prior):
-            raise DecisionError(f"calibration.prior is {self.prior!r}: a list of texts without content is needed")
+        if not isinstance(self.prior, (list, tuple)) or not all(isinstance(text, str) and text.strip() for text in self.prior):
+            raise DecisionError(
+                f"calibration.prior is {self.prior!r}: true, or a text without content (such as N/A), or a list of them, is needed"
+            )
 
     @classmethod
     def of(cls, value: Calibration | Mapping[str, Any] | None) -> Calibration:
         """From a mapping with the fields' names; prior may be true for the built-in text."""
         if value is None or isinstance(value, Calibration):
             return value or cls()
-        if not isinstance(value, Mapping) or (unknown := sorted(set(value) - {"prior", "temperature", "abstain_below"})):
-            raise DecisionError(f"calibration is {value!r}: a mapping with prior, temperature or abstain_below is needed" if not isinstance(
-                value, Mapping) else f"calibration.{unknown[0]} is not known: prior, temperature or abstain_below is needed")  # fmt: skip
-        prior = value.get("prior") or ()
-        prior = CONTENT_FREE if prior is True else (prior,) if isinstance(prior, str) else tuple(prior)
+        if not isinstance(value, Mapping):
+            raise DecisionError(f"calibration is {value!r}: a mapping with prior, temperature or abstain_below is needed")
+        if unknown := [key for key in value if key not in ("prior", "temperature", "abstain_below")]:
+            raise DecisionError(f"calibration.{unknown[0]} is not known: prior, temperature or abstain_below is needed")
+        prior = value.get("prior")
+        prior = CONTENT_FREE if prior is True else () if prior is None or prior is False else (prior,) if isinstance(prior, str) else prior
         return cls(prior, value.get("temperature", 1.0), value.get("abstain_below", 0.0))
+
+    def check_names(self, questions: Sequence[Question]) -> None:
+        """Raises DecisionError for a temperature of a question that is not there."""
+        known = [question.name for question in questions if question.name is not None]
+        names = self.temperature if isinstance(self.temperature, Mapping) else ()
+        if unknown := [name for name in names if name not in known]:
+            raise DecisionError(
+                f"calibration.temperature names {unknown[0]!r}, and no question has this name: {', '.join(known) or 'none'}"
+            )
 
     def temperature_of(self, question: Question) -> float:
         return self.temperature.get(question.name or "", 1.0) if isinstance(self.temperature, Mapping) else self.temperature
@@ -176,17 +188,17 @@ def make_answer(
 ) -> Answer:
     """prior: log scores of the same labels behind states without content."""
     logs = scores.log_scores if prior is None else [log - base for log, base in zip(scores.log_scores, prior, strict=True)]
-    probabilities = softmax([log / calibration.temperature_of(question) for log in logs])
+    probabilities = softmax(logs, calibration.temperature_of(question))
     return Answer(
         question.type, question.name, [option.value for option in question.options], [option.text for option in question.options],
         probabilities, list(scores.log_scores), scores.label_mass, argmax_is_label, max(probabilities) < calibration.abstain_below,
     )  # fmt: skip
 
 
-def softmax(logs: Sequence[float]) -> list[float]:
-    """Probabilities in proportion to exp(logs)."""
+def softmax(logs: Sequence[float], temperature: float = 1.0) -> list[float]:
+    """Probabilities in proportion to exp(logs / temperature)."""
     top = max(logs)
-    parts = [math.exp(log - top) for log in logs]
+    parts = [math.exp((log - top) / temperature) for log in logs]  # the difference first: no temperature is too small for it
     total = math.fsum(parts)
     return [part / total for part in parts]
 

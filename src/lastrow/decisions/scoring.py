@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lastrow.core.sampling_params import SamplingParams
@@ -65,6 +65,13 @@ class Loglikelihood:
     logprob: float
     is_greedy: bool
     num_tokens: int
+
+    @classmethod
+    def from_dict(cls, index: int, data: Mapping[str, Any]) -> Loglikelihood:
+        return cls(data["logprob"], data["is_greedy"], data["num_tokens"])
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def score_job(

@@ -21,20 +21,22 @@ def column_names(questions: Sequence[Question]) -> list[str]:
 
 
 def columns(questions: Sequence[Question], label_mass: bool, diagnostics: bool) -> dict[str, type]:
-    """Columns of csv and parquet: per question its answer, then its probabilities."""
-    made: dict[str, type] = {}
+    """Columns of csv and parquet: per question its answer, then its probabilities. Raises DecisionError for two of one name."""
+    made: list[tuple[str, type]] = []
     for name, question in zip(column_names(questions), questions, strict=True):
         if question.is_predicate:
-            made[name] = float
+            made.append((name, float))
         else:
-            made[name] = float if question.type == "score" else str
-            made[f"{name}.confidence"] = float
-            made |= {f"{name}.p.{_key(option.value, option.text)}": float for option in question.options}
+            made += [(name, float if question.type == "score" else str), (f"{name}.confidence", float)]
+            made += [(f"{name}.p.{_key(option.value, option.text)}", float) for option in question.options]
         if label_mass or diagnostics:
-            made[f"{name}.label_mass"] = float
+            made.append((f"{name}.label_mass", float))
         if diagnostics:
-            made[f"{name}.argmax_is_label"] = bool
-    return made
+            made.append((f"{name}.argmax_is_label", bool))
+    counts = Counter(name for name, _ in made)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise DecisionError(f"two columns would be named {twice[0]!r}: give the questions or options other names, or write .jsonl")
+    return dict(made)
 
 
 def flat(questions: Sequence[Question], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +142,8 @@ def check_plot(path: Path) -> None:
     """Refuses, before a run, a picture that could not be drawn after it. Raises DecisionError."""
     if path.suffix.lower() not in FORMATS:
         raise DecisionError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise DecisionError(f"--plot {path}: the folder {path.parent} does not exist")
     try:
         import matplotlib  # noqa: F401
     except ImportError:

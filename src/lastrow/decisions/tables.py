@@ -87,10 +87,25 @@ def _jsonl_row(number: int, line_number: int, line: bytes, text_field: str) -> R
 def _read_csv(path: Path, needed: Sequence[str]) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.DictReader(file)
-        _check_columns(path, reader.fieldnames or (), needed)
-        for number, values in enumerate(reader):
-            yield Row(number, {key: value for key, value in values.items() if key is not None and value is not None})
+        # strict: a quotation mark that nothing closes is an error, instead of one row that holds the rest of the file
+        reader = csv.DictReader(file, strict=True)
+        try:
+            names = reader.fieldnames or ()
+        except csv.Error as error:
+            raise DecisionError(f"--input {path}: the first line holds no column names ({error})") from None
+        _check_columns(path, names, needed)
+        number = 0
+        while True:
+            line = reader.reader.line_num + 1
+            try:
+                values = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Row(number, {}, f"the row that begins in line {line} is no CSV ({error})")
+            else:
+                yield Row(number, {key: value for key, value in values.items() if key is not None and value is not None})
+            number += 1
 
 
 def _read_parquet(path: Path, needed: Sequence[str]) -> Iterator[Row]:
@@ -100,7 +115,14 @@ def _read_parquet(path: Path, needed: Sequence[str]) -> Iterator[Row]:
         raise DecisionError(f"--input {path}: not readable as parquet ({error})") from None
     _check_columns(path, file.schema_arrow.names, needed)
     number = 0
-    for batch in file.iter_batches(batch_size=BATCH_ROWS):
+    batches = file.iter_batches(batch_size=BATCH_ROWS)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (OSError, ValueError) as error:
+            raise DecisionError(f"--input {path}: not readable from row {number} on ({error})") from None
+        if batch is None:
+            return
         for values in batch.to_pylist():
             yield Row(number, values)
             number += 1
@@ -108,7 +130,7 @@ def _read_parquet(path: Path, needed: Sequence[str]) -> Iterator[Row]:
 
 def _check_columns(path: Path, names: Iterable[str], needed: Sequence[str]) -> None:
     if missing := [name for name in needed if name not in names]:
-        raise DecisionError(f"--input {path} has no column {missing[0]!r}: it has {', '.join(names)}")
+        raise DecisionError(f"--input {path} has no column {missing[0]!r}: it has {', '.join(names) or 'none'}")
 
 
 def _parquet() -> Any:
@@ -137,6 +159,8 @@ def write_rows(path: Path, records: Iterator[dict[str, Any]], columns: Columns, 
             writer.writerows(flat(record) for record in records)
     else:
         _write_parquet(part, map(flat, records), columns)
+    with open(part, "rb") as file:
+        os.fsync(file.fileno())  # the log goes when the output is there
     os.replace(part, path)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from lastrow.core.output import ScheduledRequest
 
+NO_COPIES = np.zeros((0, 4), np.int32)
 
-def block_copies(parts: Iterable[ScheduledRequest]) -> tuple[np.ndarray, np.ndarray]:
+
+def block_copies(parts: Sequence[ScheduledRequest]) -> tuple[np.ndarray, np.ndarray]:
     """Per group [n, 4] int32: (source block, destination block, first, end) of the tokens that forks in this step copy."""
+    if not any(part.copies for part in parts):
+        return NO_COPIES, NO_COPIES
     by_group: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])
     for part in parts:
         for group, source, destination, tokens in part.copies:

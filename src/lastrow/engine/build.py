@@ -107,7 +107,7 @@ class PoolBinder:
 
     def capture(self, runner: ModelRunner) -> None:
         if isinstance(self.model.ops, TritonOps):
-            runner.inputs.tile_rows = attention_tile_rows(self.model, runner.pool)
+            runner.inputs.use_tiles(attention_tile_rows(self.model, runner.pool))
         if self.captures:
             graphs = CUDAGraphs(self.model, runner.pool, runner.inputs, self.buckets, verifies=self.drafts > 0)
             graphs.warm_up()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -25,11 +24,12 @@ from lastrow.engine.inputs import (
     Route,
     StepInputs,
     StepShape,
-    resolve_inflight,
 )
-from lastrow.engine.staging import StaticFields, layout_of
+from lastrow.engine.staging import ALIGN, StaticFields, layout_of
 from lastrow.kernels.attention import rows_per_tile, tile_config
+from lastrow.kernels.decode_attention import decode_config
 from lastrow.kernels.rows import AttentionPlan, QueryRows, max_tiles
+from lastrow.kernels.token_fields import PART_FIELDS, TOKEN_FIELDS
 from lastrow.kv.pool import KVPool
 from lastrow.models.batch import ForwardBatch
 from lastrow.models.gemma4 import Gemma4Model
@@ -124,7 +124,13 @@ class CUDAGraphs:
         most, hidden = max(rows, MAX_STATIC_ROWS), model.config.hidden_size
         x, h = (torch.zeros(most, hidden, dtype=embed.dtype, device=self.device) for _ in range(2))
         self._rows = (x, h, torch.zeros(most, dtype=torch.int32, device=self.device))
+        self._all_rows = torch.arange(rows, device=self.device)
         self._before_at, self._fields_memory = self._reserve()
+        # what every graph makes of its tokens first of all, and what its kernels read of it: these two
+        tokens = max(buckets.tokens[-1], rows)
+        self._token_memory = torch.zeros(TOKEN_FIELDS, -(-tokens // ALIGN) * ALIGN, dtype=torch.int32, device=self.device)
+        tiles = len(inputs.tile_rows) * self._most_tiles(tokens, most)
+        self._tile_memory = torch.zeros(tiles * 5, dtype=torch.int32, device=self.device)
         self._decode: dict[tuple[int, int], _Captured] = {}
         self._every_row: dict[tuple[int, int], _Captured] = {}
         self._before: dict[int, _Captured] = {}
@@ -214,14 +220,15 @@ class CUDAGraphs:
 
     def compile_kernels(self) -> None:
         """One forward of every kind, in threads: Triton compiles outside Python's lock, so a start without its cache takes as long as
-        the slowest forward's kernels and not as all of them one after the other. At the longest context; what a shorter one needs
-        besides (`decode_config`) is compiled before its capture. Nothing is captured or kept."""
+        the slowest forward's kernels and not as all of them one after the other. At the longest context, and at the shortest for one
+        number of rows, the least, of each kernel that reads few keys (`decode_config`). Nothing is captured or kept."""
         b = self.buckets
         sizes = {smallest(b.tokens, least) or b.tokens[-1] for least in KERNEL_TOKENS}
         jobs: list[Callable[[CUDAGraphs], None]] = [lambda g, t=tokens: g._capture_before(t) for tokens in sizes]
         jobs += [lambda g, t=tokens: g._capture_before(t, MAX_COPIES) for tokens in b.copying[:1]]
-        for rows in b.rows:
-            jobs += [lambda g, r=rows: g._capture_whole(r, b.contexts[-1]), lambda g, r=rows: g._capture_behind(r, b.contexts[-1])]
+        short = {replace(decode_config(rows, b.contexts[0]), chunk=0): (rows, b.contexts[0]) for rows in reversed(b.rows)}
+        for rows, context in {*((rows, b.contexts[-1]) for rows in b.rows), *short.values()}:
+            jobs += [lambda g, r=rows, c=context: g._capture_whole(r, c), lambda g, r=rows, c=context: g._capture_behind(r, c)]
         with ThreadPoolExecutor(COMPILING_THREADS) as threads:
             list(threads.map(lambda job: job(self._scratch()), jobs))
 
@@ -229,7 +236,9 @@ class CUDAGraphs:
         """These graphs with nothing captured and fields of their own, to run forwards beside others."""
         made = copy(self)
         made._make_replay = _run_once
-        made._fields_memory = torch.zeros_like(self._fields_memory)
+        made._fields_memory, made._token_memory, made._tile_memory = (
+            torch.zeros_like(memory) for memory in (self._fields_memory, self._token_memory, self._tile_memory)
+        )
         x, h, ids = self._rows
         made._rows = (torch.zeros_like(x), torch.zeros_like(h), torch.zeros_like(ids))
         made._decode, made._every_row, made._before, made._copying, made._behind, made._of_fields = {}, {}, {}, {}, {}, {}
@@ -239,11 +248,13 @@ class CUDAGraphs:
         """copies: blocks that forks may copy; a graph of its own, because each owner then has one launch more."""
         fields = self._fields(self._before_sizes(tokens, copies), self._before_at)
 
+        batch = self._token_batch(fields, fields.t["logits_indices"].view(torch.int64), "tiled")
+        if copies:
+            full, sliding = (fields.t[name].view(-1, 4) for name in COPIES)
+            batch = replace(batch, copies=(full, sliding))
+
         def forward() -> Outputs:
-            batch = self._token_batch(fields, "tiled", None)
-            if copies:
-                full, sliding = (fields.t[name].view(-1, 4) for name in COPIES)
-                batch = replace(batch, copies=(full, sliding))
+            self._make_token_fields(fields, "tiled")
             self._self_decoder(batch)
             return ()
 
@@ -255,8 +266,8 @@ class CUDAGraphs:
 
         def forward() -> Outputs:
             # the residual is updated in place, and a replay must find its input again only as the step left it
-            y = self.model.cross_decoder(x.clone(), h, ids, self._single_rows(fields, "row_", context, "rows"), self.pool)
-            return self._tail(y, fields)
+            wanted = self._single_rows(fields.t["row_positions"], fields.t["row_seqs"], context, "rows")
+            return self._tail(self.model.cross_decoder(x.clone(), h, ids, wanted, self.pool), fields)
 
         self._behind[rows, context] = self._capture(forward, fields)
 
@@ -274,19 +285,18 @@ class CUDAGraphs:
     def _whole(self, rows: int, context: int, single: bool) -> tuple[_Captured, bool]:
         """The graph, and whether a row's K/V is stored and read in one launch. single: no two rows are of one sequence."""
         fields = self._fields(self._decode_sizes(rows))
-        fields.t["logits_indices"].view(torch.int64).copy_(torch.arange(rows))
 
-        def batch() -> ForwardBatch:
-            wanted = self._single_rows(fields, "row_", context, "rows")
-            made = self._token_batch(fields, self._decode_plan, wanted, context)
-            return made if single else replace(made, rows=replace(made.rows, num_single=0))
+        batch = self._token_batch(fields, self._all_rows[:rows], self._decode_plan, context)
+        wanted = self._single_rows(batch.rows.positions, batch.rows.seq_index, context, "rows")
+        batch = replace(batch, wanted=wanted, rows=batch.rows if single else replace(batch.rows, num_single=0))
 
         def forward() -> Outputs:
-            hidden = self.model.forward(batch(), self.pool)
+            self._make_token_fields(fields, self._decode_plan)
+            hidden = self.model.forward(batch, self.pool)
             assert hidden is not None
             return self._tail(hidden, fields)
 
-        return self._capture(forward, fields), self.model.ops.fuses_decode(batch().rows)
+        return self._capture(forward, fields), self.model.ops.fuses_decode(batch.rows)
 
     def _tail(self, hidden: torch.Tensor, fields: StaticFields) -> Outputs:
         logits = self.model.raw_logits(hidden, out=self._logits[: hidden.shape[0]])
@@ -301,29 +311,29 @@ class CUDAGraphs:
         return captured
 
     # ------------------------------------------------------------------------------------------------------ fields
-    @staticmethod
-    def _token_sizes(tokens: int, rows: int) -> dict[str, int]:
-        names = ("ids", "positions", "seq_index", "slots_full", "slots_sliding")
-        return dict.fromkeys(names, tokens) | {"logits_indices": 2 * rows}
+    def _token_sizes(self, tokens: int, sequences: int) -> dict[str, int]:
+        return {"ids": tokens, "parts": self.inputs.part_fields * (sequences + 1)}
 
     @staticmethod
     def _row_sizes(rows: int) -> dict[str, int]:
         return dict.fromkeys(("row_positions", "row_seqs", "row_slots"), rows)
 
-    def _tile_sizes(self, tokens: int, sequences: int) -> dict[str, int]:
-        return {f"tiles_{rows}": 5 * max_tiles(tokens, sequences, rows) for rows in self.inputs.tile_rows}
-
     def _before_sizes(self, tokens: int, copies: int = 0) -> dict[str, int]:
         rows = min(MAX_STATIC_ROWS, tokens)
-        return self._token_sizes(tokens, rows) | self._tile_sizes(tokens, rows) | (dict.fromkeys(COPIES, 4 * copies) if copies else {})
+        sizes = self._token_sizes(tokens, rows) | {"logits_indices": 2 * rows}
+        return sizes | (dict.fromkeys(COPIES, 4 * copies) if copies else {})
 
     @property
     def _decode_plan(self) -> AttentionPlan:
         return "tiled" if self.inputs.attention_plans[0] == "tiled" else "rows"
 
     def _decode_sizes(self, rows: int) -> dict[str, int]:
-        tiles = self._tile_sizes(rows, rows) if self._decode_plan == "tiled" else {}
-        return self._token_sizes(rows, rows) | tiles | self._row_sizes(rows)
+        return self._token_sizes(rows, rows) | {"row_slots": rows}
+
+    def _most_tiles(self, tokens: int, sequences: int) -> int:
+        """Length of the longest tile list of a bucket, aligned."""
+        most = max((max_tiles(tokens, sequences, rows) for rows in self.inputs.tile_rows), default=0)
+        return -(-most // ALIGN) * ALIGN
 
     def _reserve(self) -> tuple[int, torch.Tensor]:
         """Where fields before the cut begin, which is behind those of any rows behind it, and memory for the largest bucket."""
@@ -339,19 +349,41 @@ class CUDAGraphs:
         for name, value in self.inputs.padding.items():
             if name in fields.t:
                 fields.t[name].fill_(value)
+        if "parts" in fields.t:
+            padding = torch.tensor(self.inputs.padding_part(), dtype=torch.int32)
+            self._parts(fields)[:PART_FIELDS].copy_(padding[:, None])
         return fields
 
-    def _single_rows(self, fields: StaticFields, prefix: Literal["", "row_"], context: int, plan: AttentionPlan) -> QueryRows:
-        positions, seqs = fields.t[f"{prefix}positions"], fields.t["row_seqs" if prefix else "seq_index"]
+    def _single_rows(
+        self,
+        positions: torch.Tensor,
+        seq_index: torch.Tensor,
+        context: int,
+        plan: AttentionPlan,
+        tiles: dict[int, torch.Tensor] | None = None,
+    ) -> QueryRows:
         n = positions.shape[0]
-        tiles = {rows: fields.t[f"tiles_{rows}"].view(-1, 5) for rows in fields.tiles}
-        return QueryRows(positions, seqs, self.inputs.block_tables, (1,) * n, (context,) * n, n, tiles, plan)
+        return QueryRows(positions, seq_index, self.inputs.block_tables, (1,) * n, (context,) * n, n, tiles or {}, plan)
 
-    def _token_batch(self, fields: StaticFields, plan: AttentionPlan, wanted: QueryRows | None, context: int = 0) -> ForwardBatch:
-        t = fields.t
-        ids = resolve_inflight(t["ids"], t["seq_index"], self.inputs.last_sampled)
-        rows = self._single_rows(fields, "", context, plan)
-        return ForwardBatch(ids, rows, (t["slots_full"], t["slots_sliding"]), t["logits_indices"].view(torch.int64), wanted)
+    def _token_batch(self, fields: StaticFields, take: torch.Tensor, plan: AttentionPlan, context: int = 0) -> ForwardBatch:
+        """take: the tokens whose row is wanted."""
+        made, lists = self._made_of(fields, plan)
+        positions, seq_index, full, sliding = made
+        bounds = (max_tiles(made.shape[1], self._parts(fields).shape[1] - 1, rows) for rows in self.inputs.tile_rows)
+        tiles = {rows: tiles[:most] for rows, tiles, most in zip(self.inputs.tile_rows, lists, bounds, strict=False)}
+        return ForwardBatch(fields.t["ids"], self._single_rows(positions, seq_index, context, plan, tiles), (full, sliding), take)
+
+    def _make_token_fields(self, fields: StaticFields, plan: AttentionPlan) -> None:
+        self.inputs.make_token_fields(fields.t, self._fields_memory[fields.end :], *self._made_of(fields, plan))
+
+    def _made_of(self, fields: StaticFields, plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where token fields and tile lists of a step with these fields are made."""
+        tokens, lists = fields.t["ids"].shape[0], len(self.inputs.tile_rows) if plan == "tiled" else 0
+        most = self._most_tiles(tokens, self._parts(fields).shape[1] - 1) if lists else 0
+        return self._token_memory[:, :tokens], self._tile_memory[: lists * most * 5].view(lists, most, 5)
+
+    def _parts(self, fields: StaticFields) -> torch.Tensor:
+        return fields.t["parts"].view(self.inputs.part_fields, -1)
 
 
 def _run_once(forward: Forward) -> Forward:

@@ -5,7 +5,6 @@ on the device. Where the scheduler needs the tokens first (penalties, grammars, 
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from array import array
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import wraps
+from struct import Struct
+from struct import error as StructError
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -48,8 +49,8 @@ def _one_at_a_time(method: Callable[Concatenate[LLMEngine, P], T]) -> Callable[C
 def _c_ints(ids: list[int]) -> array[int]:
     """ids as C ints. Raises TypeError for what is no integer, OverflowError past 32 bits. struct takes half the time of array."""
     try:
-        return array("i", struct.pack(f"{len(ids)}i", *ids))
-    except struct.error:
+        return array("i", Struct(f"{len(ids)}i").pack(*ids))
+    except StructError:
         return array("i", ids)
 
 
@@ -112,6 +113,7 @@ class LLMEngine:
         fork_of: str | None = None,
         fork_num_tokens: int = 0,
         is_kept: bool = False,
+        same_params: bool = False,
     ) -> None:
         """Queue a request. Raises ValueError, in one line, for whatever can never be answered.
 
@@ -120,7 +122,8 @@ class LLMEngine:
         params.logprobs set, the logsumexp over the vocabulary, too. With params.prompt_logprobs, prompt_rows are the rows whose next
         token's logprob is wanted (default: all). fork_of, fork_num_tokens: see Scheduler.add_request.
         With n > 1 the completions share the prompt's K/V. is_kept: a list of ids stays as it is until the request ends, so that it is
-        not copied; the garbage collector visits every id of every copy."""
+        not copied; the garbage collector visits every id of every copy. same_params: the request before had these params and labels, too,
+        and they have not changed since: they need no other look."""
         if request_id in self.outputs.groups:
             raise ValueError(f"request {request_id}: a request with this id is not finished yet")
         if priority and not self.priority_scheduling:
@@ -129,7 +132,9 @@ class LLMEngine:
             ids = prompt_token_ids.tolist()
         else:
             ids = prompt_token_ids if is_kept and type(prompt_token_ids) is list else list(prompt_token_ids)
-        buffer = self._check(request_id, ids, params, label_token_ids, self._shared_tokens(fork_of, fork_num_tokens))
+        buffer = self._check_prompt(request_id, ids, self._shared_tokens(fork_of, fork_num_tokens))
+        if not same_params:
+            self._check_params(request_id, params, label_token_ids)
         arrival = time.monotonic() if arrival_time is None else arrival_time
         requests = [
             self._request(request_id, i, ids, params, prompt_rows, label_token_ids, priority, cache_salt, arrival, buffer)
@@ -205,11 +210,8 @@ class LLMEngine:
             return array("i")
         return parent.prompt_buffer[:count]
 
-    def _check(
-        self, request_id: str, ids: list[int], params: SamplingParams, labels: Sequence[int] | None, shared: array[int]
-    ) -> array[int]:
+    def _check_prompt(self, request_id: str, ids: list[int], shared: array[int]) -> array[int]:
         """The prompt as C ints; shared: the first of them. Raises ValueError, in one line, for what can never be answered."""
-
         if not ids:
             raise ValueError(f"request {request_id}: the prompt is empty, at least one token is needed")
         try:
@@ -218,8 +220,12 @@ class LLMEngine:
             raise ValueError(f"request {request_id}: prompt_token_ids must be a flat list of 32-bit integers") from None
         except OverflowError:
             own = array("i", (-1,))
-        if len(own) and np.frombuffer(own, np.uint32).max() >= self.vocab_size:  # a negative id is a large one without its sign
+        if len(own) and np.maximum.reduce(np.frombuffer(own, np.uint32)) >= self.vocab_size:  # a negative id is large without its sign
             self._need_ids(request_id, "the prompt", ids)
+        return shared + own if shared else own
+
+    def _check_params(self, request_id: str, params: SamplingParams, labels: Sequence[int] | None) -> None:
+        """Raises ValueError, in one line, for what can never be answered."""
         for name in ("logprob_token_ids", "allowed_token_ids", "stop_token_ids", "logit_bias"):
             if named := getattr(params, name):
                 self._need_ids(request_id, name, named)
@@ -227,7 +233,6 @@ class LLMEngine:
             self._need_ids(request_id, "label_token_ids", labels)
         if wrong := self._contradiction(params, labels):
             raise ValueError(f"request {request_id}: {wrong}")
-        return shared + own if shared else own
 
     def _need_ids(self, request_id: str, name: str, values: Iterable[int]) -> None:
         wrong = [i for i in values if not 0 <= i < self.vocab_size]

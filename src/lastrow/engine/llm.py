@@ -74,7 +74,10 @@ class LLM:
             waiting = 0
             for i, (item, (text, tokens), p, rank) in enumerate(zip(items, texts, params, order, strict=True)):
                 request_id = str(next(self._ids))
-                self.engine.add_request(request_id, tokens, p, prompt=text, priority=rank, cache_salt=_salt(item), is_kept=True)
+                self.engine.add_request(
+                    request_id, tokens, p, prompt=text, priority=rank, cache_salt=_salt(item), is_kept=True,
+                    same_params=i > 0 and p is params[i - 1],
+                )  # fmt: skip
                 ids.append(request_id)
                 waiting += len(tokens)
                 if waiting >= LAUNCH_TOKENS and len(items) - i > LAUNCH_PROMPTS:
@@ -149,17 +152,17 @@ class LLM:
 
         return score(self.decider, prompt, choices, use_tqdm, output)
 
-    def loglikelihood(self, pairs: Any, *, use_tqdm: bool = True) -> Any:
+    def loglikelihood(self, pairs: Any, *, use_tqdm: bool = True, output: str | Path | None = None) -> Any:
         """(context, continuation) pairs, texts or token ids, in a list or an iterable -> lastrow.decisions.Loglikelihood of each, as
-        lm-eval defines it. Neighbours with the same context share it. Raises ValueError."""
+        lm-eval defines it. Neighbours with the same context share it. output: as in `decide`. Raises ValueError."""
         from lastrow.decisions.api import loglikelihood
 
-        return loglikelihood(self.decider, pairs, use_tqdm)
+        return loglikelihood(self.decider, pairs, use_tqdm, output)
 
     def rank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Iterable[str],
         *,
         top_n: int | None = None,
         instructions: str | None = None,
@@ -167,9 +170,9 @@ class LLM:
     ) -> Any:
         """Documents by the probability that they answer the query, most relevant first: a list of lastrow.decisions.Ranked. The query
         is computed once. Raises ValueError."""
-        from lastrow.decisions.api import ranked
+        from lastrow.decisions.api import rank
 
-        return ranked(documents, self.decider.rank(query, documents, instructions, prompt_template), top_n)
+        return rank(self.decider, query, documents, top_n, instructions, prompt_template)
 
     @cached_property
     def decider(self) -> Decider:

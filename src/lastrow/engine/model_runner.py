@@ -21,6 +21,7 @@ from lastrow.engine.sampler import Sampler
 from lastrow.engine.sampling_state import Grammar
 from lastrow.engine.spec_decode import PendingDrafts, Speculator, accept
 from lastrow.engine.transfer import download, upload
+from lastrow.kernels.ops import Ops
 from lastrow.kernels.rows import AttentionPlan
 from lastrow.kv.pool import KVPool
 from lastrow.models.batch import ForwardBatch
@@ -28,6 +29,8 @@ from lastrow.models.batch import ForwardBatch
 
 class Model(Protocol):
     """What the runner needs of a model; `models.gemma4.Gemma4Model` is one."""
+
+    ops: Ops
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor | None: ...
 
@@ -135,7 +138,7 @@ class ModelRunner:
         self.model = model
         self.pool: Any = pool
         self.device = torch.device(device)
-        self.inputs = InputBatch(max_num_seqs, max_model_len, block_size, device, attention_plans, max_num_batched_tokens)
+        self.inputs = InputBatch(model.ops, max_num_seqs, max_model_len, block_size, device, attention_plans, max_num_batched_tokens)
         self.sampler = Sampler(max_num_seqs, vocab_size, device, encode, model.row_logsumexp)
         self.grammars: dict[str, Grammar] = {}
         self.graphs: GraphRunner | None = None

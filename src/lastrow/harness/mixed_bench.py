@@ -36,7 +36,7 @@ class MixedBench:
     rate: float = 20.0
     burst: int = 4
     seconds: float = 1.5
-    bounds: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    bounds: tuple[int, ...] = (2048, 4096, 8192, 16384)
     rounds: int = 3
     seed: int = 0
 

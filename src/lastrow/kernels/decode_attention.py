@@ -27,8 +27,8 @@ from lastrow.kernels.qkv_epilogue import load_heads, norm_rope
 from lastrow.kernels.rows import QueryRows
 from lastrow.kernels.split_linear import pdl_launch, splits_of
 
-PROGRAMS = 512
-"""Programs aimed at where the contexts are long."""
+LONG = 2048
+"""Keys from which a context is long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,49 @@ class DecodeConfig:
     warps: int = 8
 
 
-def decode_config(rows: int, max_kv_len: int, window: int = 0, head_dim: int = 256, quantized: bool = False) -> DecodeConfig:
-    """Best found on an H200 for the shapes of E2B at 256 keys: one row needs every split it can get, many rows fill the card with
-    few, and the combination of splits costs each of them. Long contexts (of what the window leaves) get larger chunks for the
-    same reason.
-
-    Long 8-bit contexts, by what the compiler says of sm_90: 4 warps and tiles of 32 KB, two in flight, leave room for two programs
-    an SM, one of which loads while the other converts; with 64 keys of 512 and 8 warps there is one, and it spills."""
+def decode_config(rows: int, max_kv_len: int, window: int = 0) -> DecodeConfig:
+    """Best found on an H200 for the shapes of E2B. At 256 keys inside a decode step: one row needs every split it can get, many rows
+    fill the card with few, and the combination of splits costs each of them. At 1,984 and 7,936 keys behind the projection (64, 16
+    and 1 rows; what lies between them follows by programs per multiprocessor: one with 32 keys a step, two with 16): steps in flight
+    are worth more than keys before the wait, in full windows of many rows too."""
+    if window and max_kv_len > window and rows >= 16:
+        return DecodeConfig(128, 32, 3, 4) if rows > 32 else DecodeConfig(128, 64, 2)
+    if not window and max_kv_len >= LONG:
+        least = 128 if max_kv_len <= 4096 else 256
+        chunk = min(max(next_power_of_2(rows * max_kv_len) // 128, least), 1024)
+        return DecodeConfig(chunk, 32 if rows * max_kv_len <= 128 * chunk else 16, 3, 4)
     chunk = 32 if rows == 1 else 64 if rows <= 32 else 128
-    long = next_power_of_2(max(rows, 4) * (min(max_kv_len, window) if window else max_kv_len)) // PROGRAMS
-    chunk = max(chunk, min(1024, long))
-    if quantized and chunk >= 256:
-        return DecodeConfig(chunk, 32 if head_dim > 256 else 64, 3, 4)
     return DecodeConfig(chunk, min(chunk, 64), 2 if chunk > 64 else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class WarpsConfig:
+    """Of decode_attention_warps. splits: of a row, at most. warps: of a program; a step is 16 keys of each. shared: the warps divide
+    V's columns and have one maximum, at the price of barriers in every step; else each keeps its own sums of all columns, and they
+    are added at the end."""
+
+    splits: int
+    warps: int
+    shared: bool = False
+
+
+def warps_supported(qkv: torch.Tensor, q_weight: torch.Tensor, kv: PagedKV, own: bool = False, k_eq_v: bool = False) -> bool:
+    """8-bit K/V of dim 256 or 512 and at most eight query heads on each of its heads: E2B."""
+    kv_heads, d = kv.k.shape[2:]
+    heads = qkv.shape[-1] // d - (kv_heads * (1 if k_eq_v else 2) if own else 0)
+    return q_weight.dtype is torch.bfloat16 and kv.is_quantized and d in (256, 512) and heads <= 8 * kv_heads and kv.block_size % 16 == 0
+
+
+def warps_config(rows: int, max_kv_len: int, window: int, head_dim: int) -> WarpsConfig | None:
+    """Best found on an H200 at 7,936 keys of E2B for 64, 16 and 1 rows (of one K/V head each); None where the tiles of `decode_config`
+    were best: short contexts."""
+    if window:
+        return None if max_kv_len <= window else WarpsConfig(8 if rows < 16 else 4, 4)
+    if max_kv_len < LONG:
+        return None
+    # two programs a multiprocessor; at least 128 keys each, and few enough for the last one, which combines them alone
+    splits = max(min(264 // rows, 132, max_kv_len // 128), 1)
+    return WarpsConfig(splits, 4, shared=True) if head_dim == 512 else None
 
 
 def reference(
@@ -210,9 +240,9 @@ def decode_attention_kernel(
                 own_d = d // (LANES * BYTES) * (LANES * BYTES) + d % LANES * BYTES + d % (LANES * BYTES) // LANES
             one_v = tl.load(v_ptr + own_row * D + own_d).to(tl.float32)
             m = tl.sum(qa.to(tl.float32) * ka[None, :], 1) + tl.sum(qb.to(tl.float32) * kb[None, :], 1)
-            if QUANT_MAX > 0:
-                m = m * tl.load(k_scale_ptr + own_row)
-                one_v = one_v * tl.load(v_scale_ptr + own_row)
+            if QUANT_MAX > 0:  # past the L1: the load of older keys before the wait may have brought their line in, without this one's
+                m = m * tl.load(k_scale_ptr + own_row, cache_modifier=".cg")
+                one_v = one_v * tl.load(v_scale_ptr + own_row, cache_modifier=".cg")
             total += 1.0
             acc += one_v[None, :]
         if STAGES <= 2:
@@ -307,7 +337,7 @@ def triton(
     out = torch.empty(r, heads, head_dim, device=qkv.device, dtype=q_weight.dtype)
     if not r:
         return out
-    c = config or decode_config(r, rows.max_kv_len, window, head_dim, kv.is_quantized)
+    c = config or decode_config(r, rows.max_kv_len, window)
     splits = split_count(rows.max_kv_len, window, c.chunk)
     part = torch.empty(r * splits * heads * head_dim, device=qkv.device, dtype=torch.float32)
     ml = torch.empty(r * splits * heads * 2, device=qkv.device, dtype=torch.float32)

@@ -20,6 +20,7 @@ from lastrow.kernels import (
     ple_gate,
     ple_inputs,
     qkv_epilogue,
+    token_fields,
 )
 
 
@@ -34,6 +35,10 @@ class ReferenceOps:
     def __init__(self, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
         self.counts: Counter[str] = Counter()
+
+    def token_fields(self, *args, **kwargs):
+        self.counts["token_fields"] += 1
+        token_fields.reference(*args, **kwargs)
 
     def embedding(self, ids, table, scale, norm_weight, eps):
         self.counts["embedding"] += 1

@@ -29,6 +29,19 @@ class Ops(Protocol):
 
     def unpack_gate_up(self, gate_up: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    def token_fields(
+        self,
+        ids: torch.Tensor,
+        parts: torch.Tensor,
+        new_blocks: torch.Tensor,
+        tables: torch.Tensor,
+        last_sampled: torch.Tensor,
+        block_size: int,
+        out: torch.Tensor,
+        tile_rows: torch.Tensor,
+        tiles: torch.Tensor,
+    ) -> None: ...
+
     def embedding(
         self, ids: torch.Tensor, table: torch.Tensor, scale: float, norm_weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...

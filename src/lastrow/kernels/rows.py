@@ -28,8 +28,8 @@ class QueryRows:
     plan: which attention kernel reads them. "auto": the single rows (and groups of few rows) the split kernel, the rest the
     tiled one. Both give a row the same bits in any company, but not the same bits as each other, so batch invariance
     asks for "tiled" before the cut and "rows" behind it.
-    tiles: device tile lists by rows per tile, [n, 5] int32 as `tile_array` makes them, filled on first use. A runner that
-    replays graphs puts its own buffers here.
+    tiles: device tile lists by rows per tile, filled on first use. The runner puts those of a step's tokens here, made by
+    kernels/token_fields.py.
     gathered: K and V that the reference's attention read last, by (row, window), with where they came from: layers that share K/V
     read the same. Of one pass through layers; whoever begins one clears it."""
 
@@ -57,14 +57,27 @@ class QueryRows:
         return num_split_sequences(self.q_lens, self.num_single, self.plan)
 
     def tile_list(self, rows_per_tile: int) -> torch.Tensor:
-        """The tiles of the sequences behind the split ones, built on first use."""
+        """What the tiled kernel walks, [n, 5] int32: first query row, rows, block table row, first and last position, of the sequences
+        behind the split ones. Heaviest tile of a sequence first; tiles of 0 rows do nothing. Built on first use."""
         if rows_per_tile not in self.tiles:
-            tiles = np.stack(_row_ranges(self.q_lens, rows_per_tile, self.num_split_sequences), 1).astype(np.int32)
+            tiles = np.stack(self._row_ranges(rows_per_tile), 1).astype(np.int32)
             device = self.positions.device
             first, count = torch.from_numpy(tiles).to(device, non_blocking=True).unbind(1)
             columns = (first, count, self.seq_index[first], self.positions[first], self.positions[first + count - 1])
             self.tiles[rows_per_tile] = torch.stack(columns, 1)
         return self.tiles[rows_per_tile]
+
+    def _row_ranges(self, rows_per_tile: int) -> tuple[np.ndarray, np.ndarray]:
+        """First query row and rows of every tile, [n] int64 each."""
+        lens = np.array(self.q_lens, np.int64)
+        begins = (lens.cumsum() - lens)[self.num_split_sequences :]
+        lens = lens[self.num_split_sequences :]
+        counts = -(-lens // rows_per_tile)
+        ends = counts.cumsum()
+        # tiles of the same sequence that follow in the list: none follows that of its first rows
+        after = (ends - 1).repeat(counts) - np.arange(int(counts.sum()))
+        start = after * rows_per_tile
+        return begins.repeat(counts) + start, np.minimum(rows_per_tile, lens.repeat(counts) - start)
 
 
 def num_split_sequences(q_lens: Sequence[int], num_single: int, plan: AttentionPlan) -> int:
@@ -76,38 +89,6 @@ def num_split_sequences(q_lens: Sequence[int], num_single: int, plan: AttentionP
     return num_single
 
 
-def tile_array(
-    q_lens: Sequence[int],
-    positions: np.ndarray,
-    seq_index: np.ndarray,
-    rows_per_tile: int,
-    first_sequence: int = 0,
-    pad_to: int = 0,
-) -> np.ndarray:
-    """What the tiled kernel walks, [n, 5] int32: first query row, rows, block table row, first and last position.
-
-    Heaviest tile of a sequence first. positions, seq_index: host copies, [N]. pad_to: append empty tiles (0 rows) up to this
-    many, for a graph's bucket; `max_tiles` gives the bound."""
-    first, rows = _row_ranges(q_lens, rows_per_tile, first_sequence)
-    tiles = np.zeros((max(pad_to, len(first)), 5), np.int32)
-    for column, values in enumerate((first, rows, seq_index.take(first), positions.take(first), positions.take(first + rows - 1))):
-        tiles[: len(first), column] = values
-    return tiles
-
-
 def max_tiles(num_rows: int, num_sequences: int, rows_per_tile: int) -> int:
     """Tiles that any division of `num_rows` rows among `num_sequences` sequences can need."""
     return min(num_rows, num_rows // rows_per_tile + num_sequences)
-
-
-def _row_ranges(q_lens: Sequence[int], rows_per_tile: int, first_sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """First query row and rows of every tile, [n] int64 each."""
-    lens = np.array(q_lens, np.int64)
-    begins = (lens.cumsum() - lens)[first_sequence:]
-    lens = lens[first_sequence:]
-    counts = -(-lens // rows_per_tile)
-    ends = counts.cumsum()
-    # tiles of the same sequence that follow in the list: none follows that of its first rows
-    after = (ends - 1).repeat(counts) - np.arange(int(counts.sum()))
-    start = after * rows_per_tile
-    return begins.repeat(counts) + start, np.minimum(rows_per_tile, lens.repeat(counts) - start)

@@ -24,6 +24,7 @@ from lastrow.kernels import (
     ple_inputs,
     qkv_epilogue,
     split_linear,
+    token_fields,
 )
 from lastrow.kernels._triton import HAS_TRITON, INTERPRETED
 from lastrow.kernels.kv_cache import PagedKV
@@ -57,12 +58,16 @@ class TritonOps:
         self.dtype = dtype
         self.batch_invariant = batch_invariant
         self.counts: Counter[str] = Counter()
-        self._ws = None
+        self._ws = self._decode_warps = None
         if not INTERPRETED:
-            from lastrow.kernels import attention_ws  # Gluon: neither on laptops nor in the interpreter
+            from lastrow.kernels import attention_ws, decode_attention_warps  # Gluon: neither on laptops nor in the interpreter
 
-            self._ws = attention_ws
+            self._ws, self._decode_warps = attention_ws, decode_attention_warps
         self._counters: dict[torch.device, torch.Tensor] = {}
+
+    def token_fields(self, *args, **kwargs):
+        self.counts["token_fields"] += 1
+        token_fields.triton(*args, **kwargs)
 
     def embedding(self, ids, table, scale, norm_weight, eps):
         self.counts["embedding"] += 1
@@ -132,12 +137,16 @@ class TritonOps:
     def decode_attention(self, qkv, rows, rope, q_weight, head_dim, eps, kv, block_table, window, k_weight=None, slots=None, k_eq_v=False):
         """As decode_attention.reference: `qkv_epilogue` and `attention` in one launch, for at most MAX_DECODE_ROWS rows of as
         many sequences. Not with batch_invariant: its splits are smaller than those of `attention`."""
-        self.counts["decode_attention"] += 1
+        config = None
+        if self._decode_warps is not None and decode_attention.warps_supported(qkv, q_weight, kv, k_weight is not None, k_eq_v):
+            config = decode_attention.warps_config(rows.num_rows * kv.k.shape[2], rows.max_kv_len, window, head_dim)
+        kernel: Any = decode_attention if config is None else self._decode_warps
+        self.counts["decode_attention" if config is None else "decode_attention_warps"] += 1
         if qkv.device not in self._counters:
             self._counters[qkv.device] = torch.zeros(MAX_DECODE_ROWS * MAX_KV_HEADS, dtype=torch.int32, device=qkv.device)
-        return decode_attention.triton(
+        return kernel.triton(
             qkv, rows, rope, q_weight, head_dim, eps, kv, block_table, window, k_weight, slots, k_eq_v,
-            counters=self._counters[qkv.device], pdl=split_linear.use_pdl(qkv),
+            counters=self._counters[qkv.device], pdl=split_linear.use_pdl(qkv), config=config,
         )  # fmt: skip
 
     def add_norm(self, h, x, post_weight, pre_weight, scalar, eps):

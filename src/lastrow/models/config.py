@@ -234,9 +234,9 @@ def from_dict(raw: dict[str, Any], name: str = "") -> Gemma4Config:
         raise ConfigError("use_bidirectional_attention is 'all' (an embedding model): lastrow runs causal models only")
     if not raw.get("tie_word_embeddings", text.get("tie_word_embeddings", True)):
         raise ConfigError("tie_word_embeddings is false: the head of Gemma 4 is its token table")
-    rope: dict[str, dict[str, Any]] = text.get("rope_parameters") or {}
-    sliding_rope: dict[str, Any] = rope.get(SLIDING) or {}
-    full_rope: dict[str, Any] = rope.get(FULL) or {}
+    rope = _object(text, "rope_parameters", "rope_parameters")
+    sliding_rope = _object(rope, SLIDING, f"rope_parameters.{SLIDING}")
+    full_rope = _object(rope, FULL, f"rope_parameters.{FULL}")
     _check_rope(sliding_rope, "default", SLIDING)
     _check_rope(full_rope, "proportional", FULL)
     moe = bool(text.get("enable_moe_block"))
@@ -350,6 +350,13 @@ def _check_rope(rope: dict[str, Any], expected: str, kind: str) -> None:
         raise ConfigError(f"rope_parameters.{kind}.rope_type is {got!r}: Gemma 4 uses {expected!r}")
     if rope.get("factor", 1.0) != 1.0:
         raise ConfigError(f"rope_parameters.{kind}.factor is {rope['factor']}: stretched positions are not supported, only 1.0")
+
+
+def _object(text: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = text.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{where} is {str(value)[:80]}: a JSON object is needed")
+    return cast("dict[str, Any]", value or {})
 
 
 def _required(text: dict[str, Any], key: str, kind: str) -> int:

@@ -73,6 +73,8 @@ class ScoreRequest(PrefillRequest):
         """(query, documents) groups of text_1 and text_2: one with each, or one by one."""
         first = [self.text_1] if isinstance(self.text_1, str) else list(self.text_1 or ())
         second = [self.text_2] if isinstance(self.text_2, str) else list(self.text_2 or ())
+        if not second:
+            raise DecisionError("text_2 is empty: at least one text is needed")
         if len(first) == 1:
             return [(first[0], second)]
         if len(first) != len(second):

@@ -58,6 +58,13 @@ class WireOutputs:
         if output.prompt_logprobs:
             made.prompt_logprobs = {at: _entries(entry) for at, entry in output.prompt_logprobs.items()}
         made.label_logits = output.label_logits
+        if output.label_logits and request.sampling_params.max_tokens == 0:
+            # logprob_token_ids: the place behind the prompt, which has no token of its own
+            labels = request.label_token_ids or ()
+            made.logprobs = [
+                [(token, value - (total or 0.0), None) for token, value in zip(labels, values, strict=True)]
+                for values, total in output.label_logits.values()
+            ]
         if output.finish_reason is not None or 0 < len(request.output_token_ids) == len(output.new_token_ids):
             made.timings = _timings(request)
         if output.finish_reason is not None:

@@ -163,26 +163,31 @@ class LogprobWriter:
         return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token) or ""
 
     def chat(self, entries: list[wire.TokenLogprob], num_top: int) -> dict[str, Any]:
-        """One token of `choice.logprobs.content`. entries: the sampled token first, then the asked-for ones."""
-        token, logprob, _ = entries[0]
-        return {**self._one(token, logprob), "top_logprobs": [self._one(t, p) for t, p in best(entries, num_top)]}
+        """One token of `choice.logprobs.content`. entries: the sampled token first, then the asked-for ones; these alone where nothing is
+        sampled, which is written as an empty text of probability 1."""
+        token, logprob, rank = entries[0]
+        own = {"token": "", "logprob": 0.0, "bytes": []} if rank is None else self._one(token, logprob)
+        return {**own, "top_logprobs": [self._one(t, p) for t, p in best(entries, num_top)]}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": finite(logprob), "bytes": list(self._tokenizer.token_bytes(token))}
 
     def completion(self, tokens: Sequence[list[wire.TokenLogprob] | None], ids: Sequence[int], num_top: int, offset: int) -> dict[str, Any]:
         """`choice.logprobs` of a completion; tokens[i] is None where there is no logprob (the first of an echo). offset: characters
-        before the first token. A leading <bos> has an entry but no characters: the echoed text does not show it."""
+        before the first token. A leading <bos> has an entry but no characters: the echoed text does not show it. A place behind the ids
+        is one where nothing is sampled; see `chat`."""
         written = [self.text(token) for token in ids]
         offsets = []
         for i, token in enumerate(ids):
             offsets.append(offset)
             hidden = i == 0 and token == self._tokenizer.bos_token_id
             offset += 0 if hidden else len(self._tokenizer.token_text(token) or "")
+        own = [None if entry is None else finite(entry[0][1]) for entry in tokens[: len(ids)]]
+        unsampled = len(tokens) - len(ids)
         return {
-            "text_offset": offsets,
-            "token_logprobs": [None if entry is None else finite(entry[0][1]) for entry in tokens],
-            "tokens": written,
+            "text_offset": offsets + [offset] * unsampled,
+            "token_logprobs": own + [0.0] * unsampled,
+            "tokens": written + [""] * unsampled,
             "top_logprobs": [
                 None if entry is None else {self.text(t): finite(p) for t, p in _with_own(entry, num_top)} for entry in tokens
             ],

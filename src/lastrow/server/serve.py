@@ -90,6 +90,8 @@ def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int
         uvicorn.Config(
             app, listen.host, listen.port, log_level=listen.log_level, access_log=listen.log_level in ("debug", "trace"),
             timeout_graceful_shutdown=listen.shutdown_timeout, timeout_keep_alive=75,
+            # not uvloop where it is installed: it makes the engine's pipe non-blocking, and a message that finds it full is lost
+            loop="asyncio",
         )
     )  # fmt: skip
     server.state = state

@@ -166,9 +166,10 @@ class ServerState:
         return [*bos, *ids[len(ids) - keep + len(bos) :]]
 
     def check_ids(self, name: str, ids: Any) -> None:
-        wrong = next((i for i in ids or () if not 0 <= i < self.vocab_size), None)
-        if wrong is not None:
-            raise ApiError(400, f"{name} holds {wrong}: token ids from 0 to {self.vocab_size - 1} are needed", param=name)
+        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
+            return
+        wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+        raise ApiError(400, f"{name} holds {wrong}: token ids from 0 to {self.vocab_size - 1} are needed", param=name)
 
     def check_params(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Ids that the vocabulary does not have are refused before anything runs."""

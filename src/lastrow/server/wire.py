@@ -70,6 +70,7 @@ class Timings(msgspec.Struct, array_like=True):
 
 class Output(msgspec.Struct, array_like=True):
     """What one step brought for completion `index` of a request. token_ids, logprobs: new ones only, the stop token included.
+    logprobs has one more at the end, of asked-for ids alone, where max_tokens is 0: the place behind the prompt.
     prompt_logprobs: position -> entries, the prompt's own token first. timings: with the first token and with the last."""
 
     request_id: str

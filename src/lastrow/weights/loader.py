@@ -108,26 +108,46 @@ def load_model_weights(
     device: torch.device | str,
     ple_device: torch.device | str | None = None,
 ) -> ModelWeights:
-    """Load the text model from `folder` in `dtype` on `device`. Raises WeightsError.
+    """Load the text model from `folder` in `dtype` on `device`. Raises WeightsError, for numbers that are NaN or infinite as well.
 
     pack_gate_up: the backend's packing of the two MLP weights. ple_device "cpu" keeps the per-layer table in host memory:
-    mapped from the file in the file's dtype, so that only touched pages become resident."""
+    mapped from the file in the file's dtype, so that only touched pages become resident (and its numbers are not checked)."""
     checkpoint = Checkpoint(folder)
     names = check_names(config, checkpoint)
 
+    extremes: dict[str, torch.Tensor] = {}
+
     def get(name: str) -> torch.Tensor:
-        return checkpoint.tensor(names[name]).to(device=device, dtype=dtype)
+        tensor = checkpoint.tensor(names[name]).to(device=device, dtype=dtype)
+        extremes[names[name]] = _extremes(tensor)
+        return tensor
 
     ple_device = device if ple_device is None else ple_device
     weights = ModelWeights(embed=get("embed_tokens.weight"), norm=get("norm.weight"))
     if config.has_ple:
         table = checkpoint.tensor(names["embed_tokens_per_layer.weight"])
-        weights.ple_table = table if torch.device(ple_device).type == "cpu" else table.to(device=ple_device, dtype=dtype)
+        if torch.device(ple_device).type != "cpu":
+            table = table.to(device=ple_device, dtype=dtype)
+            extremes[names["embed_tokens_per_layer.weight"]] = _extremes(table)
+        weights.ple_table = table
         weights.ple_model_projection = get("per_layer_model_projection.weight")
         weights.ple_projection_norm = get("per_layer_projection_norm.weight")
     for i in track(range(config.num_hidden_layers), "loading weights"):
         weights.layers.append(pack_layer(config, i, lambda name, i=i: get(f"layers.{i}.{name}"), pack_gate_up))
+    _check_finite(checkpoint.folder, extremes, dtype)
     return weights
+
+
+def _extremes(tensor: torch.Tensor) -> torch.Tensor:
+    """Least and greatest of a tensor's numbers, NaN where one is NaN. In parts whose places fit 32 bits."""
+    return torch.stack([torch.stack(torch.aminmax(part)) for part in tensor.flatten().split(1 << 28)])
+
+
+def _check_finite(folder: Path, extremes: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """All of them are read at once, so that a device is waited for once. Raises WeightsError."""
+    is_finite = torch.stack([values.isfinite().all() for values in extremes.values()]).tolist()
+    if wrong := [name for name, finite in zip(extremes, is_finite, strict=True) if not finite]:
+        raise WeightsError(f"{folder}: {len(wrong)} tensors hold NaN or infinity in {str(dtype).removeprefix('torch.')}: {_some(wrong)}")
 
 
 def pack_layer(config: Gemma4Config, i: int, get: Callable[[str], torch.Tensor], pack_gate_up: PackGateUp) -> LayerWeights:
