@@ -45,7 +45,7 @@ class SpeculativeConfig:
     For measuring costs without a checkpoint, with load_format dummy: model "dummy" makes random weights of the published shape, and
     simulated_acceptance keeps each draft with that probability. The tokens are then nobody's."""
 
-    method: str = ""
+    method: str | None = None
     model: str | None = None
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 2
@@ -54,7 +54,7 @@ class SpeculativeConfig:
     simulated_acceptance: float | None = None
 
     def __post_init__(self) -> None:
-        method = self.method or ("assistant" if self.model else "ngram" if self.model is None else "")
+        method = self.method if self.method is not None else "ngram" if self.model is None else "assistant"
         object.__setattr__(self, "method", "assistant" if method == "mtp" else method)
         if self.method not in ("assistant", "ngram"):
             raise ConfigError(f"speculative_config.method is {self.method!r}: 'assistant' or 'ngram' is needed")
@@ -68,7 +68,7 @@ class SpeculativeConfig:
         if count is not None and not (_is_count(count) and count <= MAX_DRAFTS):
             raise ConfigError(f"speculative_config.num_speculative_tokens is {count!r}: 1 to {MAX_DRAFTS} is needed")
         rate = self.simulated_acceptance
-        if rate is not None and not 0.0 <= rate <= 1.0:
+        if rate is not None and not (_is_number(rate) and 0.0 <= rate <= 1.0):
             raise ConfigError(f"speculative_config.simulated_acceptance is {rate!r}: a probability from 0 to 1 is needed")
         if not (_is_count(self.prompt_lookup_min) and _is_count(self.prompt_lookup_max)):
             raise ConfigError("speculative_config.prompt_lookup_min and prompt_lookup_max: positive integers are needed")
@@ -95,6 +95,8 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative_config.{unknown[0]} is not known: one of {', '.join(known)} is needed")
         if not isinstance(value.get("model"), str | None):
             raise ConfigError(f"speculative_config.model is {value['model']!r}: a folder, a hub id or tiny-e-assistant is needed")
+        if not isinstance(value.get("adaptive", True), bool):
+            raise ConfigError(f"speculative_config.adaptive is {value['adaptive']!r}: true or false is needed")
         if not value:
             raise ConfigError(f"speculative_config is empty: write {SPECULATIVE_EXAMPLE}")
         return cls(**value)
@@ -190,7 +192,7 @@ class EngineConfig:
         need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "a share in (0, 1] is needed")
         need(-(2**63) <= self.seed < 2**64, "seed", "an integer of at most 64 bits is needed")
         speculative, share = self.speculative, self.relaxed_acceptance
-        need(share is None or 0.0 < share <= 1.0, "relaxed_acceptance", "None or a share in (0, 1] is needed")
+        need(share is None or (_is_number(share) and 0.0 < share <= 1.0), "relaxed_acceptance", "None or a share in (0, 1] is needed")
         need(share is None or speculative is not None, "relaxed_acceptance", "speculative_config is needed: without drafts it does nothing")
         real = speculative is None or (speculative.model != "dummy" and speculative.simulated_acceptance is None)
         need(real or self.load_format == "dummy", "speculative_config", "dummy or simulated drafts are for load_format=dummy")
@@ -201,6 +203,10 @@ class EngineConfig:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

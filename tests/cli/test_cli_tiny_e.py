@@ -40,6 +40,18 @@ def test_generate_says_what_transformers_said(heldout: list[dict[str, Any]], cap
     assert f"shared layers ran on {steps} of {rows} rows" in err
 
 
+@pytest.mark.parametrize("drafts", ['{"model": "tiny-e-assistant", "num_speculative_tokens": 4}', '{"method": "ngram"}'])
+def test_generate_with_drafts_says_what_transformers_said(
+    heldout: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], drafts: str
+) -> None:
+    row = next(row for row in heldout if row["task"] == "prose")  # some drafts stand and some fall
+    params = [*GREEDY, "--max-tokens", str(len(row["output_ids"]))]
+    assert main(["generate", "tiny-e", row["prompt"], "--json", *params, "--speculative-config", drafts]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["outputs"][0]["token_ids"] == row["output_ids"]
+    assert document["timings"]["rows_computed"] > len(row["output_ids"]), "a draft that falls is a row, too"
+
+
 def test_chat_over_two_turns_says_what_transformers_said(
     heldout: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +123,8 @@ def test_damaged_checkpoints_are_one_line(tiny_e: Path, tmp_path: Path, capsys: 
         (["generate", "tiny-e", "word " * 100, "--max-model-len", "64"], "64"),
         (["generate", "tiny-e", "x", "--shape", "e2b-eighth"], "no tokenizer"),
         (["generate", "tiny-e", "x", "--kv-cache-memory-bytes", "1k"], "kv_cache_memory_bytes"),
+        (["generate", "tiny-e", "x", "--speculative-config", '{"method": "ngram", "simulated_acceptance": "x"}'], "a probability"),
+        (["generate", "tiny-e", "x", "--speculative-config", '{"model": "tiny-e"}'], "an assistant's is gemma4_assistant"),
     ],
 )
 def test_what_the_engine_refuses_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], says: str) -> None:

@@ -54,6 +54,16 @@ def test_the_default_on_a_cpu_holds_one_longest_request_and_all_windows_up_to_a_
     assert big.kv_bytes <= CPU_KV_BYTES and "K/V" in big.summary()
 
 
+def test_every_draft_is_a_row_of_logits() -> None:
+    """fp32 logits of a whole batch with 4 drafts each; no step has more rows than tokens."""
+    engine, shape = options(shape="e2b", max_num_seqs=256), named_shape("e2b")
+    plain, drafting = (forecast(engine, shape, "bfloat16", CPU, 4096, num_drafts=n).activation_bytes for n in (0, 4))
+    assert drafting - plain == 4 * 256 * 4 * shape.vocab_size
+    small = options(shape="e2b", max_num_seqs=256, max_num_batched_tokens=512)
+    plain, drafting = (forecast(small, shape, "bfloat16", CPU, 4096, num_drafts=n).activation_bytes for n in (0, 4))
+    assert drafting - plain == 256 * 4 * shape.vocab_size
+
+
 def test_a_budget_for_nothing_names_the_flag() -> None:
     engine = options(shape="e2b", kv_cache_memory_bytes=100)
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes is 100"):

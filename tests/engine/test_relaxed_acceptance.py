@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from engine.stub_engine import stub_engine, stub_logits
 from engine.test_spec_decode import GREEDY, run, speculating, tokens
@@ -45,6 +46,24 @@ def test_inside_a_thought_near_drafts_stay_and_far_ones_do_not() -> None:
         inside = (token == START) if token in (START, END) else inside
         text.append(token)
     assert others >= 2
+
+
+def test_logprobs_are_those_of_the_drafts_that_stay() -> None:
+    """One was sampled by the target, another one is the output: reported is the other one."""
+    prompt = [3, START, 5]
+    for fields in ({"logprobs": 0}, {"logprobs": 1, "presence_penalty": 0.3}):
+        engine, _ = speculating(0.2)
+        engine.runner.relaxed = RelaxedAcceptance(0.05, START, END)
+        (output,) = run(engine, [(prompt, replace(LONG, **fields))])[0]
+        assert output.logprobs is not None and output.token_ids != plain(prompt)
+        text, worse = list(prompt), 0
+        for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+            logprobs = torch.from_numpy(stub_logits(text)).log_softmax(-1)
+            assert entry[token].logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
+            assert entry[token].rank == 1 + int((logprobs > logprobs[token]).sum())
+            worse += entry[token].rank > 1
+            text.append(token)
+        assert worse >= 2
 
 
 def test_outside_a_thought_and_with_share_one_nothing_changes() -> None:

@@ -68,6 +68,36 @@ def test_with_batch_invariance_samples_and_logprobs_are_bit_identical_to_plain_d
         assert b.outputs[0].logprobs == a.outputs[0].logprobs
 
 
+def test_in_a_small_pool_forks_grammars_and_cached_prompts_stay_bit_identical(spread: list[dict[str, Any]]) -> None:
+    """Everything at once: completions of one prompt, grammars that are recomputed after a preemption, prompts in chunks of 48 tokens
+    beside decodes, and the last prompts again, found in the prefix cache."""
+    pytest.importorskip("llguidance")
+    rows = [row for row in spread if row["task"] in ("chat", "multiturn", "decide", "json") and len(row["prompt_ids"]) < 150]
+    prompts = [row["prompt_ids"] for row in rows]
+    fields: list[dict[str, Any]] = [
+        {"n": 3, "temperature": 1.0, "seed": 5, "ignore_eos": True},
+        {"structured_outputs": {"regex": "[A-Z][a-z]+( [a-z]+){4,8}[.]"}, "temperature": 1.0, "seed": 1, "n": 2},
+        {"temperature": 0.0, "presence_penalty": 0.7, "bad_words": [" the", "and the"], "logprobs": 2, "ignore_eos": True},
+        {
+            "structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}},
+            "temperature": 0.0,
+        },
+    ]
+    params = [SamplingParams(max_tokens=20 + 5 * (i % 4), **fields[i % 4]) for i in range(len(rows))]
+    said = []
+    options: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "batch_invariant": True}
+    small = options | {"kv_cache_memory_bytes": 400_000, "max_num_batched_tokens": 48}
+    for more in (options, small | {"speculative_config": ASSISTANT | {"adaptive": False}}, small | {"speculative_config": NGRAM}):
+        llm = LLM("tiny-e", **more)
+        answers = [*llm.generate(prompts, params), *llm.generate(prompts[-2:], params[-2:])]
+        said.append([[(o.token_ids, o.text, o.finish_reason, o.logprobs) for o in answer.outputs] for answer in answers])
+        counters, cached = llm.engine.scheduler.counters, llm.engine.scheduler.kv.prefix_cache_stats.hits
+        assert cached > 0 and (counters.preemptions > 0) == (more is not options)
+        assert all(pool.num_free_blocks == pool.num_usable_blocks for pool in llm.engine.scheduler.kv.pools)
+        assert more is options or stats(llm).num_accepted_tokens > 20
+    assert said[1] == said[0] and said[2] == said[0]
+
+
 def test_a_grammar_holds_through_drafts() -> None:
     """Drafts that the grammar forbids fall; those it allows stand, and the matcher is where the output is."""
     pytest.importorskip("llguidance")

@@ -56,7 +56,8 @@ def build_engine(config: EngineConfig, model: Gemma4Model | None = None, buckets
         raise ConfigError(
             f"max_model_len is {max_model_len}: the model was made for {shape.max_position_embeddings} positions (max_position_embeddings)"
         )
-    plan = forecast(config, shape, dtype, device, max_model_len, assistant_bytes(config.speculative, shape, dtype))
+    drafts = most_drafts(config.speculative)
+    plan = forecast(config, shape, dtype, device, max_model_len, assistant_bytes(config.speculative, shape, dtype), drafts)
     logger.info("%s", plan.summary())
     tokenizer = Tokenizer(folder) if folder is not None else None
     model = model or load_model(config, shape, folder, getattr(torch, dtype), device, max_model_len)

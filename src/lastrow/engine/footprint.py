@@ -30,15 +30,15 @@ def ple_table_bytes(config: Gemma4Config, dtype: str) -> int:
     return DTYPE_BYTES[dtype] * config.vocab_size_per_layer_input * width if config.has_ple else 0
 
 
-def activation_bytes(config: Gemma4Config, dtype: str, num_tokens: int, num_seqs: int) -> int:
-    """Peak of one step over num_tokens rows of which num_seqs are sampled: the widest layer, the per-layer inputs before the cut,
+def activation_bytes(config: Gemma4Config, dtype: str, num_tokens: int, num_sampled: int) -> int:
+    """Peak of one step over num_tokens rows of which num_sampled are sampled: the widest layer, the per-layer inputs before the cut,
     logits and the sampler's temporaries, and one chunk of prompt-logprob rows."""
     layers = range(config.num_hidden_layers)
     attention = max((config.num_attention_heads * 3 + config.layer_kv_heads(i) * 4) * config.layer_head_dim(i) for i in layers)
     mlp = 3 * max(config.layer_intermediate_size(i) for i in layers)
     ple = 2 * config.cut * config.hidden_size_per_layer_input
     per_token = DTYPE_BYTES[dtype] * (6 * config.hidden_size + max(attention, mlp) + ple)
-    logits = num_seqs * config.vocab_size
+    logits = num_sampled * config.vocab_size
     sampler = 4 * logits + SAMPLER_BYTES * min(logits, MAX_ELEMENTS)
     return int(SLACK * num_tokens * per_token) + sampler + 2 * LOGIT_ROWS_BYTES
 

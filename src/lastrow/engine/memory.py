@@ -48,9 +48,16 @@ class MemoryForecast:
 
 
 def forecast(
-    engine: EngineConfig, config: Gemma4Config, dtype: str, device: torch.device, max_model_len: int, drafter_bytes: int = 0
+    engine: EngineConfig,
+    config: Gemma4Config,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int,
+    drafter_bytes: int = 0,
+    num_drafts: int = 0,
 ) -> MemoryForecast:
-    """The memory plan of options with their device defaults filled in; drafter_bytes: weights beside the model's.
+    """The memory plan of options with their device defaults filled in; drafter_bytes: weights beside the model's; num_drafts: most that
+    a request has in one step, each with a row of logits.
 
     Raises ConfigError, naming the flags to change, when no request of two blocks would fit."""
     step_tokens, block_size = engine.max_num_batched_tokens, engine.block_size
@@ -59,7 +66,7 @@ def forecast(
     layout = KVLayout.of(config, engine.kv_cache_dtype, dtype)
     weights = weight_bytes(config, dtype, engine.embed_weights) + drafter_bytes
     host = ple_table_bytes(config, dtype) if engine.embed_weights == "host" else 0
-    activations = activation_bytes(config, dtype, step_tokens, engine.max_num_seqs)
+    activations = activation_bytes(config, dtype, step_tokens, min(step_tokens, engine.max_num_seqs * (1 + num_drafts)))
     if engine.kv_cache_memory_bytes is not None:
         kv, flag = engine.kv_cache_memory_bytes, f"kv_cache_memory_bytes is {engine.kv_cache_memory_bytes:,}"
         room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else ram_bytes()

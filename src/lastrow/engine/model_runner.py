@@ -211,15 +211,16 @@ class ModelRunner:
         handle.drafts = {part.request.request_id: part.draft_token_ids for part in parts if part.draft_token_ids}
         behind = _drafts_behind(step) if handle.drafts else None
         slots, rows = step.slots[of], step.sample_rows
+        relaxed = self.relaxed if handle.drafts else None
         if result.greedy is not None and self.sampler.is_plain_greedy(slots):
             handle.sampled = result.greedy if rows is None else result.greedy[rows]
-            logits = None
+            if relaxed is not None:
+                handle.sampled = relaxed.apply(step, handle.sampled, lambda: self._logits(result, rows))
         else:
-            logits = self._logits(result, rows)
-            handle.sampled, handle.logprobs = self.sampler.sample(logits, slots, step.sample_positions + 1 - prompt, behind)
+            settle = None if relaxed is None else lambda ids, logits: relaxed.apply(step, ids, lambda: logits)
+            index = step.sample_positions + 1 - prompt
+            handle.sampled, handle.logprobs = self.sampler.sample(self._logits(result, rows), slots, index, behind, settle)
             self.inputs.keep_sampled(step.sample_slots, handle.sampled)
-        if self.relaxed is not None and handle.drafts:
-            handle.sampled = self.relaxed.apply(step, handle.sampled, lambda: self._logits(result, rows) if logits is None else logits)
 
     def _logits(self, result: ForwardResult, rows: torch.Tensor | None) -> torch.Tensor:
         """Softcapped logits of `rows` (None: all) of a step's wanted rows."""

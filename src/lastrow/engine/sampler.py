@@ -63,15 +63,22 @@ class Sampler:
         return not self.flags[slots].any()
 
     def sample(
-        self, logits: torch.Tensor, slots: np.ndarray, output_index: np.ndarray, behind: Sequence[Sequence[int]] | None = None
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        output_index: np.ndarray,
+        behind: Sequence[Sequence[int]] | None = None,
+        settle: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
         """logits [n, V] fp32, softcapped, may be overwritten; slots [n]: each row's slot; output_index [n]: number of the token to
-        come, from 0; behind: for each row, drafts that the output ends with there (None: no row has any). Returns ids [n] int64 on
-        the device and the logprobs of the rows that ask."""
+        come, from 0; behind: for each row, drafts that the output ends with there (None: no row has any); settle: the ids that are taken,
+        from those sampled and the logits they were sampled from (None: the same). Returns ids [n] int64 on the device and the logprobs
+        of the rows that ask."""
         flags = self.flags[slots]
         every = int(np.bitwise_or.reduce(flags))
         if not every:
-            return logits.argmax(-1), None
+            ids = logits.argmax(-1)
+            return ids if settle is None else settle(ids, logits), None
         wanting = np.flatnonzero(flags & LOGPROBS)
         raw = None
         if len(wanting):
@@ -85,6 +92,8 @@ class Sampler:
             numbers = uniforms(self.seeds[slots[random]], output_index[random])
             chosen = self._draw(logits, random, slots[random], numbers)
             ids = chosen if len(random) == len(slots) else logits.argmax(-1).index_copy(0, upload(random, self.device), chosen)
+        if settle is not None:
+            ids = settle(ids, logits)
         if raw is None:
             return ids, None
         wishes = [(int(row), self.states[slots[row]]) for row in wanting]

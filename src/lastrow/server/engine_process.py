@@ -24,6 +24,7 @@ from lastrow.engine.output_processor import RequestGroup
 from lastrow.models.config import ConfigError
 from lastrow.server import wire
 from lastrow.server.channel import Channel
+from lastrow.server.heap import keep_freed_memory
 
 logger = logging.getLogger("lastrow.engine")
 STATS_INTERVAL = 0.25
@@ -237,10 +238,11 @@ class EngineLoop:
         now, counters = scheduler.stats(), scheduler.counters
         free = [pool.num_free_blocks for pool in scheduler.kv.pools]
         total = [pool.num_usable_blocks for pool in scheduler.kv.pools]
+        speculator = self.engine.runner.speculator
         stats = wire.Stats(
             now.num_running, now.num_waiting, now.kv_usage, (free[0], free[1]), (total[0], total[1]), now.prefix_cache_queries,
             now.prefix_cache_hits, now.num_preemptions, counters.generated_tokens, counters.scheduled_tokens, runner.steps,
-            runner.rows_given, runner.rows_computed, runner.graphs, runner.eager, self._step_tokens,
+            runner.rows_given, runner.rows_computed, runner.graphs, runner.eager, speculator and speculator.stats, self._step_tokens,
         )  # fmt: skip
         self._step_tokens = []
         return stats
@@ -280,8 +282,10 @@ def main(config: EngineConfig, connection: Connection, log_level: int) -> None:
 def _build(config: EngineConfig) -> LLMEngine:
     """A warm engine: weights loaded, grammars ready, one prompt computed."""
     from lastrow.core.sampling_params import SamplingParams
-    from lastrow.engine.build import build_engine
+    from lastrow.engine.build import build_engine, choose_device
 
+    if choose_device(config.device).type == "cpu":
+        keep_freed_memory()
     engine = build_engine(config)
     fit_length_to_pool(engine.scheduler)
     engine.prepare_grammars()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
+
+import msgspec
 
 from lastrow.engine.output_processor import find_stop, held_back
 from lastrow.server import wire
@@ -47,10 +49,11 @@ class StopFilter:
 
 
 class Choice:
-    """One completion as it grows. Subclasses turn tokens into text."""
+    """One completion as it grows. Subclasses turn tokens into text. has_stops: stop strings may end it."""
 
-    def __init__(self, index: int, hidden_stop_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, index: int, has_stops: bool = False, hidden_stop_ids: frozenset[int] = frozenset()) -> None:
         self.index = index
+        self.has_stops = has_stops
         self.token_ids: list[int] = []
         self.logprobs: list[list[wire.TokenLogprob]] = []
         self.finish_reason: str | None = None
@@ -89,7 +92,7 @@ class ChatChoice(Choice):
     def __init__(
         self, index: int, parser: OutputParser, stops: Sequence[str], include_stop: bool, min_tokens: int, hidden_stop_ids: frozenset[int]
     ) -> None:
-        super().__init__(index, hidden_stop_ids)
+        super().__init__(index, bool(stops), hidden_stop_ids)
         self.parser = parser
         self.content = ""
         self._filter = StopFilter(stops, include_stop)
@@ -126,7 +129,7 @@ class TextChoice(Choice):
 
     def __init__(self, index: int, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool, stops: Sequence[str],
                  include_stop: bool, min_tokens: int) -> None:  # fmt: skip
-        super().__init__(index)
+        super().__init__(index, bool(stops))
         self.text = ""
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special)
         self._filter = StopFilter(stops, include_stop)
@@ -259,19 +262,33 @@ def timings(num_prompt_tokens: int, choices: Iterable[Choice]) -> dict[str, Any]
 C = TypeVar("C", bound=Choice)
 
 
+def _token_by_token(output: wire.Output) -> Iterator[wire.Output]:
+    """What steps of one token would have brought. A step with drafts brings several; a stop string then ends the answer, its logprobs
+    and its usage at the token that completes it, and min_tokens counts the tokens in front of it."""
+    last = len(output.token_ids) - 1
+    if last < 1:
+        yield output
+        return
+    for i, token in enumerate(output.token_ids):
+        part = msgspec.structs.replace(output, token_ids=[token], logprobs=None if output.logprobs is None else [output.logprobs[i]])
+        if i < last:
+            part.finish_reason = part.stop_reason = None
+        yield part
+
+
 async def outputs_by_choice(
     outputs: AsyncGenerator[list[wire.Output]], choices: Sequence[C], prompt_logprobs: dict[int, list[wire.TokenLogprob]]
 ) -> AsyncGenerator[tuple[C, wire.Output]]:
-    """Every output with the choice that takes it, without those that come after a choice's stop string; ends, and closes
+    """Every output with the choice that takes it, without what comes after a choice's stop string; ends, and closes
     `outputs`, when all choices have finished. `prompt_logprobs` gets what the outputs bring."""
     async with aclosing(outputs):
         async for some in outputs:
             for output in some:
                 choice = choices[output.index]
-                if choice.finished:
-                    continue
-                if output.prompt_logprobs:
+                if output.prompt_logprobs and not choice.finished:
                     prompt_logprobs.update(output.prompt_logprobs)
-                yield choice, output
+                for part in _token_by_token(output) if choice.has_stops else (output,):
+                    if not choice.finished:
+                        yield choice, part
             if all(choice.finished for choice in choices):
                 return

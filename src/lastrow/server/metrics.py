@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lastrow.core.stats import SpecDecodeStats
 from lastrow.server import wire
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -48,6 +49,35 @@ class _EngineCollector(Collector):
         for name, free in zip(("full", "sliding"), s.kv_free_blocks, strict=True):
             groups.add_metric([self._metrics.model_name, name], free)
         yield groups
+        if s.spec_decode is not None:
+            yield from self._spec_decode(s.spec_decode)
+
+    def _spec_decode(self, s: SpecDecodeStats) -> Iterator[Metric]:
+        """Drafts: what vLLM counts, and what its dashboards divide, done."""
+        model = self._metrics.model_name
+        for name, text, value in (
+            ("vllm:spec_decode_num_drafts", "Steps of a request that verified drafts.", s.num_drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", s.num_draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafts that stood.", s.num_accepted_tokens),
+            ("lastrow:spec_decode_switched_off", "Times that drafting paused because it did not pay.", s.num_switched_off),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([model], value)
+            yield counter
+        accepted = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts that stood, by position.", labels=["model_name", "position"]
+        )
+        rate = GaugeMetricFamily(
+            "lastrow:spec_decode_acceptance_rate", "Share of the drafts at a position that stood.", labels=["model_name", "position"]
+        )
+        for position, (count, share) in enumerate(zip(s.num_accepted_tokens_per_pos, s.acceptance_rates, strict=True)):
+            accepted.add_metric([model, str(position)], count)
+            rate.add_metric([model, str(position)], share)
+        yield accepted
+        yield rate
+        length = GaugeMetricFamily("lastrow:spec_decode_mean_accepted_length", "Tokens that a verification brought.", labels=["model_name"])
+        length.add_metric([model], s.mean_accepted_length)
+        yield length
 
 
 class ServerMetrics:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from lastrow.core.sampling_params import SamplingParams
+from lastrow.core.stats import SpecDecodeStats
 
 # token id, logprob, rank (None where it was asked for by id)
 TokenLogprob = tuple[int, float, int | None]
@@ -85,7 +86,8 @@ class Output(msgspec.Struct, array_like=True):
 
 
 class Stats(msgspec.Struct):
-    """Totals since the engine's start, and the moment's numbers. kv_usage: (full, sliding) share of the blocks held."""
+    """Totals since the engine's start, and the moment's numbers. kv_usage: (full, sliding) share of the blocks held. spec_decode: None
+    where no drafts are made."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -102,6 +104,7 @@ class Stats(msgspec.Struct):
     rows_computed: int = 0
     graph_steps: int = 0
     eager_steps: int = 0
+    spec_decode: SpecDecodeStats | None = None
     step_tokens: list[int] = msgspec.field(default_factory=list[int])  # tokens of the steps since the last message
 
 
