@@ -161,6 +161,17 @@ def test_prefill_is_bounded_in_steps_that_decode_and_only_there() -> None:
     harness.drain()
 
 
+def test_prompts_whose_last_tokens_were_held_back_bound_no_prefill() -> None:
+    """Else a large batch, whose first step is launched ahead, would fall into pieces of the bound."""
+    harness = make(max_num_batched_tokens=100, max_prefill_tokens_while_decoding=6)
+    harness.add(harness.request([1] * 20, max_tokens=2, request_id="a"))
+    assert shape(harness.schedule(holds_back=True)) == [("a", 0, 19)]
+    harness.add(harness.request([2] * 10, max_tokens=2, request_id="b"))
+    assert shape(harness.schedule()) == [("a", 19, 1), ("b", 0, 10)]
+    harness.deliver()
+    harness.drain()
+
+
 def test_at_most_max_prefill_seqs_prompts_share_a_step_and_chunks_count() -> None:
     harness = make(max_num_batched_tokens=10, max_prefill_seqs=1)
     for length in (14, 2, 2):

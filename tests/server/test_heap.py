@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 
 import httpx
-import pytest
 
 from server.conftest import ServerProcess
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and sets what glibc has")
 def test_after_the_largest_step_a_load_takes_no_new_page(tmp_path: Path) -> None:
     """8,000 prompt tokens in one step have activations of 8 to 31 MiB a piece. With glibc's defaults each round took 18,000 pages and more
     anew, and the resident memory went up and down by 30 MiB."""

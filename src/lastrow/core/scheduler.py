@@ -201,8 +201,11 @@ class Scheduler:
         work = [(request, *self._num_to_compute(request)) for request in self.running]
         decodes = [tokens for request, tokens, drafts in work if request.samples and tokens - drafts == 1]
         step.reserved = len(decodes)
-        if decodes and self.config.max_prefill_tokens_while_decoding is not None:
-            step.budget = min(step.budget, sum(decodes) + self.config.max_prefill_tokens_while_decoding)
+        bound = self.config.max_prefill_tokens_while_decoding
+        # a prompt's last token alone is a decode for the kernels, but nobody waits for its next one yet
+        answers = any(tokens and request.num_computed_tokens >= len(request.prompt_token_ids) for request, tokens, _ in work)
+        if answers and bound is not None:
+            step.budget = min(step.budget, sum(decodes) + bound)
         for request, tokens, drafts in work:
             is_decode = request.samples and tokens - drafts == 1
             step.reserved -= is_decode
