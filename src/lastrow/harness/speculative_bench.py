@@ -105,17 +105,24 @@ class DraftingStream(Stream):
         made: dict[str, Callable[[], Any]] = {}
         draft, positions = drafter.step(1, context)
         positions.fill_(context - 1)
+        inputs = runner.inputs
+        for table in inputs.block_tables:
+            table[0, : -(-context // inputs.block_size)] = torch.arange(1, 1 + -(-context // inputs.block_size))
         for name, rows in [("decode", 1), *((f"verify {k} drafts", k + 1) for k in range(1, 1 + max(self.bench.drafts)))]:
             replay, fields = graphs.whole_step(rows, context, follow=rows > 1)
+            # the last tokens of slot 0's sequence, and behind them what stands for padding
+            part = torch.tensor([0, context - rows, 0, context, 0, *(0 for _ in inputs.tile_rows)])
+            end = torch.tensor([*inputs.padding_part(rows), *(-(-rows // size) for size in inputs.tile_rows)])
 
             # all steps read their fields in the same memory: filled when it is this one's turn
-            def run(replay: Callable[[], Any] = replay, fields: Any = fields) -> Callable[[], Any]:
-                for field in ("positions", "row_positions"):
-                    fields.t[field].fill_(context - 1)
-                for field, value in runner.inputs.padding.items():
-                    if field in fields.t:
-                        fields.t[field].fill_(value)
-                fields.t["ids"].zero_()
+            def run(
+                replay: Callable[[], Any] = replay, t: Any = fields.t, part: torch.Tensor = part, end: torch.Tensor = end
+            ) -> Callable[[], Any]:
+                parts = t["parts"].view(inputs.part_fields, -1)
+                parts.copy_(end[:, None])
+                parts[:, 0] = part
+                t["ids"].zero_()
+                t["row_slots"].fill_(inputs.null_slot)
                 return replay
 
             made[name] = run
@@ -260,9 +267,9 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
         f"speculative-{machine(env)}", "Speculative decoding of one stream, simulated acceptance", summary, env, report["rows"], absent
     )
     record.sections = [
-        ("Arms", f"* `{PLAIN}`: an engine without drafts, the default options\n* `{NULL}`: the null arm\n* `K drafts, P`: K drafts a step, each "
-         "standing with probability P while those before it stand; an engine with drafts and the default options, so with "
-         f"batch_invariant\n* `K drafts, P{FAST}`: the same with the fast kernels, whose greedy answers may part from plain decoding's"),
+        ("Arms", f"* `{PLAIN}`: an engine without drafts and the default options\n* `{NULL}`: the null arm\n* `K drafts, P`: K drafts a "
+         "step, each standing with probability P while those before it stand; drafts and the default options, so with batch_invariant\n"
+         f"* `K drafts, P{FAST}`: the same with the fast kernels, whose greedy answers may part from plain decoding's"),
         ("Costs of single steps", _steps(report)),
         ("One stream", _streams(report)),
     ]  # fmt: skip
