@@ -133,7 +133,7 @@ class EngineConfig:
     )
     enforce_eager: bool = _flag(False, "no CUDA graphs")
     batch_invariant: bool | None = _flag(
-        None, "bit-identical results alone, in any batch and in any chunking; default: on with --speculative-config, off without"
+        None, "bit-identical results alone, in any batch and in any chunking; default: on with drafts in bfloat16 on a GPU, else off"
     )
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = _flag(  # noqa: RUF009  the default is None
         None, f"drafts, as JSON: {SPECULATIVE_EXAMPLE}"

@@ -73,14 +73,15 @@ def test_the_start_up_test_finds_a_matmul_that_depends_on_the_batch():
         check_invariance(Sloppy(), model.weights, model.config)
 
 
-def test_it_is_on_with_drafts_unless_somebody_says_otherwise() -> None:
+def test_it_is_on_with_drafts_in_bf16_on_a_card_unless_somebody_says_otherwise() -> None:
     drafts: dict[str, Any] = {"speculative_config": {"method": "ngram"}}
 
-    def chosen(shape: str, **options: Any) -> bool:
-        return sums_in_fixed_order(EngineConfig(**options), named_shape(shape))
+    def chosen(shape: str, dtype: str = "bfloat16", device: str = "cuda", **options: Any) -> bool:
+        return sums_in_fixed_order(EngineConfig(**options), named_shape(shape), dtype, torch.device(device))
 
     assert chosen("e2b", **drafts) and chosen("e2b", batch_invariant=True)
-    assert not chosen("e2b") and not chosen("e2b", batch_invariant=False, **drafts)
+    assert not chosen("e2b") and not chosen("e2b", batch_invariant=False, **drafts) and not chosen("e2b", "float32", **drafts)
+    assert not chosen("e2b", device="cpu", **drafts) and not chosen("e2b", backend="reference", **drafts)
     assert not chosen("26b-a4b", **drafts), "experts have no fixed order, and drafts work without it"
     with pytest.raises(ConfigError, match="batch_invariant: the experts"):
         chosen("26b-a4b", batch_invariant=True)
