@@ -183,9 +183,7 @@ async def prepare_chat(state: ServerState, request: ChatFields, make: Callable[[
     return await state.prepare(make, size)
 
 
-def router(state: ServerState) -> APIRouter:
-    routes = APIRouter()
-
+def add_routes(routes: APIRouter, state: ServerState) -> None:
     @routes.post("/v1/chat/completions")
     async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
         state.check(request)
@@ -194,5 +192,3 @@ def router(state: ServerState) -> APIRouter:
         if request.stream:
             return EventStream(run.events())
         return json_response(await while_connected(http, run.answer()))
-
-    return routes

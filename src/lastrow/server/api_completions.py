@@ -236,9 +236,7 @@ async def prompt_ids(state: ServerState, request: CompletionRequest) -> list[lis
     return all_ids
 
 
-def router(state: ServerState) -> APIRouter:
-    routes = APIRouter()
-
+def add_routes(routes: APIRouter, state: ServerState) -> None:
     @routes.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request) -> Response:
         state.check(request)
@@ -250,5 +248,3 @@ def router(state: ServerState) -> APIRouter:
             return json_response(await while_connected(http, run.answer()))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-
-    return routes

@@ -289,8 +289,7 @@ def _need_count(name: str, count: int) -> None:
         raise DecisionError(f"{name} has {count} entries: 1 to {MAX_ITEMS} are needed")
 
 
-def router(state: ServerState) -> APIRouter:
-    routes = APIRouter()
+def add_routes(routes: APIRouter, state: ServerState) -> None:
     service = DecisionService(state)
 
     async def answer(http: Request, request: Any, work: Callable[..., Coroutine[Any, Any, Any]], **more: Any) -> Response:
@@ -319,5 +318,3 @@ def router(state: ServerState) -> APIRouter:
     @routes.post("/v2/rerank")
     async def _(request: RerankRequest, http: Request) -> Response:
         return await answer(http, request, rerank)
-
-    return routes

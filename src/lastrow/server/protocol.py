@@ -35,13 +35,11 @@ Text = Annotated[str, AfterValidator(_unicode)]
 def what_is_wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """(message, field) of a validation's errors: the first one, and where a field may hold several kinds, what each of them is."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return f"the body is no JSON: {first['ctx']['error']} at character {place[0]}", None
+    place = [str(part) for part in first["loc"]]
     if not place:
         return "the body is empty or holds no JSON object", None
     name = _field(place)
-    messages = [str(e["msg"]) for e in errors if _field([str(part) for part in e["loc"] if part != "body"]) == name]
+    messages = [str(e["msg"]) for e in errors if _field([str(part) for part in e["loc"]]) == name]
     return f"{name}: {' / '.join(dict.fromkeys(messages))}", name
 
 
