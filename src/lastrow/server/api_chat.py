@@ -37,6 +37,7 @@ class ChatRun:
         self.writer = LogprobWriter(state.tokenizer, bool(request.return_tokens_as_token_ids))
         self.choices = [self._choice(index) for index in range(self.plan.params.n)]
         self.prompt_logprobs: dict[int, list[wire.TokenLogprob]] = {}
+        state.check_params(self.plan.prompt_ids, self.plan.params)
 
     def _choice(self, index: int) -> ChatChoice:
         plan, params = self.plan, self.plan.params
