@@ -37,7 +37,10 @@ def create_app(state: ServerState, exit_server: Callable[[], None] = lambda: Non
         starting.cancel()
         await state.engine.stop()
 
-    app = FastAPI(title="lastrow", version=lastrow.__version__, lifespan=lifespan)
+    # Without telemetry: FastAPI asks the environment for its settings three times a request.
+    app = FastAPI(
+        title="lastrow", version=lastrow.__version__, lifespan=lifespan, telemetry={"tracing": False, "metrics": False, "logs": False}
+    )
     app.router.route_class = JsonRoute
     for part in (api_completions, api_chat, api_responses, decisions, api_cache, api_misc):
         part.add_routes(app.router, state)  # not include_router: FastAPI would look for a route twice, and in every part
