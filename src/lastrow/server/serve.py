@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import ipaddress
 import logging
 import signal
@@ -19,6 +18,7 @@ from lastrow.models.config import from_file
 from lastrow.models.shapes import named_shape
 from lastrow.server.app import create_app
 from lastrow.server.async_engine import AsyncEngine
+from lastrow.server.garbage import settle
 from lastrow.server.state import ServerSettings, ServerState
 from lastrow.tokenizer import Tokenizer
 from lastrow.weights.resolve import resolve_model
@@ -95,8 +95,7 @@ def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int
         )
     )  # fmt: skip
     server.state = state
-    gc.collect()
-    gc.freeze()  # as in the engine's process: no stream waits while the libraries are looked through
+    settle()
     try:
         server.run()
     finally:
