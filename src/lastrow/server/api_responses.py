@@ -318,4 +318,4 @@ def add_routes(routes: APIRouter, state: ServerState) -> None:
         run = ResponsesRun(state, request, await prepare_chat(state, chat, lambda: ChatRun(state, chat)))
         if request.stream:
             return EventStream(run.events(), end=b"")
-        return json_response(await while_connected(http, run.answer()))
+        return json_response(await while_connected(http.receive, run.answer()))

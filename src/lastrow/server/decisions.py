@@ -294,7 +294,7 @@ def add_routes(routes: APIRouter, state: ServerState) -> None:
 
     async def answer(http: Request, request: Any, work: Callable[..., Coroutine[Any, Any, Any]], **more: Any) -> Response:
         state.check(request)
-        return json_response(await while_connected(http, work(service, request, **more)))
+        return json_response(await while_connected(http.receive, work(service, request, **more)))
 
     @routes.post("/v1/decisions")
     async def _(request: DecisionRequest, http: Request) -> Response:

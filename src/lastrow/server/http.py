@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,54 +38,48 @@ def event(value: Any, name: str | None = None) -> bytes:
     return (b"" if name is None else b"event: " + name.encode() + b"\n") + b"data: " + encode_json(value) + b"\n\n"
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes. Raises ClientGone then."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(request.receive))
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes. Raises ClientGone then. It runs in the caller's task, as with
+    asyncio.timeout: a task of its own for every request would cost more than watching for the client."""
+    task, gone = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher, others = asyncio.create_task(watch()), task.cancelling()
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.uncancel() <= others:
+            raise ClientGone from None
+        raise
     finally:
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
-                with suppress(asyncio.CancelledError):
-                    await each
-
-
-async def _until_gone(receive: Callable[[], Awaitable[Message]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watcher.cancel()
 
 
 class EventStream(Response):
-    """Sends `events` as they come. Headers go out with the first one, so an error before it still has its status.
+    """Sends `events` as they come, then what `last` makes and `end` in one piece. Headers go out with the first one, so an error before it
+    still has its status.
 
-    The iterator is closed, which aborts the request, when the client goes. An error later on is an event of its own."""
+    The iterator is closed, which aborts the request, when the client goes. An error later on is an event of its own, in place of `last`."""
 
-    def __init__(self, events: AsyncGenerator[bytes], end: bytes = b"data: [DONE]\n\n") -> None:
+    def __init__(self, events: AsyncGenerator[bytes], last: Callable[[], bytes] = bytes, end: bytes = b"data: [DONE]\n\n") -> None:
         self._events = events
+        self._last = last
         self._end = end
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.ensure_future(self._run(scope, receive, send))
-        gone = asyncio.ensure_future(_until_gone(receive))
-        try:
-            await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
-            if sender.done():
-                sender.result()
-        finally:
-            for each in (sender, gone):
-                if not each.done():
-                    each.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await each
+        with suppress(ClientGone):
+            await while_connected(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        started, last = False, self._last
         async with aclosing(self._events) as events:
             try:
                 async for data in events:
@@ -98,10 +92,10 @@ class EventStream(Response):
                 if not started:
                     await error_response(told)(scope, receive, send)
                     return
-                await send({"type": "http.response.body", "body": event(told.body()), "more_body": True})
+                last = partial(event, told.body())
         if not started:
             await send(_start())
-        await send({"type": "http.response.body", "body": self._end, "more_body": False})
+        await send({"type": "http.response.body", "body": last() + self._end, "more_body": False})
 
 
 def _start() -> Message:
