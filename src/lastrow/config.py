@@ -132,7 +132,9 @@ class EngineConfig:
         "device", "the per-layer embedding table: host keeps it in pinned memory, off the card; a CPU always maps it", choices=EMBED_WEIGHTS
     )
     enforce_eager: bool = _flag(False, "no CUDA graphs")
-    batch_invariant: bool = _flag(False, "bit-identical results alone, in any batch and in any chunking")
+    batch_invariant: bool | None = _flag(
+        None, "bit-identical results alone, in any batch and in any chunking; default: on with --speculative-config, off without"
+    )
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = _flag(  # noqa: RUF009  the default is None
         None, f"drafts, as JSON: {SPECULATIVE_EXAMPLE}"
     )

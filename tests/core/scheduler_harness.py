@@ -190,14 +190,14 @@ class Harness:
             )
         )
 
-    def schedule(self, holds_back: bool = False) -> SchedulerOutput:
+    def schedule(self, holds_back: bool = False, max_tokens: int | None = None) -> SchedulerOutput:
         running_at_first = set(self.scheduler.running)
         running_before = [r for r in self.scheduler.running if r.num_inflight_tokens]
-        step = self.scheduler.schedule(holds_back)
+        step = self.scheduler.schedule(holds_back, max_tokens)
         self.last = step
         assert all(r.request_id not in step.preempted for r in running_before), "a request with tokens in flight was preempted"
         parts = step.scheduled
-        assert sum(p.num_tokens for p in parts) <= self.config.max_num_batched_tokens
+        assert sum(p.num_tokens for p in parts) <= min(max_tokens or 1 << 30, self.config.max_num_batched_tokens)
         assert len({p.request.request_id for p in parts}) == len(parts)
         assert len(self.scheduler.running) <= self.config.max_num_seqs
         assert all(p.num_tokens == 1 and p.sample and not p.copies for p in parts[: step.num_decodes])
@@ -233,9 +233,9 @@ class Harness:
         assert self.rows[request] == {row: float(hashes[row]) for row in request.prompt_rows}, "a wanted row is missing or wrong"
         self.finished[request] = reason
 
-    def step(self, holds_back: bool = False) -> None:
+    def step(self, holds_back: bool = False, max_tokens: int | None = None) -> None:
         """What an engine does: keep at most `depth` steps in flight besides the one being scheduled."""
-        step = self.schedule(holds_back)
+        step = self.schedule(holds_back, max_tokens)
         if step.is_empty and not self.in_flight:
             assert not self.scheduler.has_unfinished_requests, "nothing runs, nothing is in flight, requests wait"
         while self.in_flight and (len(self.in_flight) > self.depth or step.is_empty):

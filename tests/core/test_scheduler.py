@@ -127,6 +127,16 @@ def test_a_step_that_holds_back_leaves_the_last_token_of_every_prompt_to_the_nex
     harness.drain()
 
 
+def test_a_step_that_is_launched_ahead_fills_its_graph_and_leaves_a_full_one() -> None:
+    """Four prompts of eight tokens, eight of 32 ahead: the rest is 24, and no graph is padded."""
+    harness = make(max_num_batched_tokens=100)
+    for first in range(4):
+        harness.add(harness.request([first] * 8, max_tokens=1))
+    assert shape(harness.schedule(holds_back=True, max_tokens=8)) == [("r1", 0, 7), ("r2", 0, 1)]
+    assert shape(harness.schedule()) == [("r1", 7, 1), ("r2", 1, 7), ("r3", 0, 8), ("r4", 0, 8)]
+    harness.drain()
+
+
 def test_decodes_come_first_and_a_prompt_fills_the_rest_of_the_step() -> None:
     harness = make(max_num_batched_tokens=10)
     for prompt in ([1] * 3, [2] * 3):

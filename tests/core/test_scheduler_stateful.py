@@ -129,10 +129,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_fork(self, seed: int) -> None:
         add_fork(random.Random(seed), self.harness)
 
-    @rule(count=st.integers(1, 4), holds_back=st.booleans())
-    def steps(self, count: int, holds_back: bool) -> None:
+    @rule(count=st.integers(1, 4), holds_back=st.booleans(), max_tokens=st.none() | st.integers(1, 12))
+    def steps(self, count: int, holds_back: bool, max_tokens: int | None) -> None:
         for i in range(count):
-            self.harness.step(holds_back and i == 0)
+            limit = max_tokens if i == 0 and self.harness.config.enable_chunked_prefill else None  # a whole prompt may not fit
+            self.harness.step(holds_back and i == 0, limit)
 
     @precondition(lambda self: self.harness.in_flight)
     @rule()

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from lastrow.cli import main
+from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets
+from lastrow.engine.draft_graphs import DraftGraphs
 from lastrow.harness import kv_bench, mixed_bench, speculative_bench
 from lastrow.harness.kv_bench import KVBench
 from lastrow.harness.mixed_bench import MixedBench
@@ -28,10 +30,34 @@ def test_drafts_stand_as_often_as_asked_and_the_page_says_that_it_is_simulated(t
     bench = SpeculativeBench("e2b-eighth", drafts=(3,), rates=(0.0, 1.0), three=(), prompt=8, output=17, rounds=1)
     report = speculative_bench.run(bench)
     by_arm = {r["arm"]: r["tokens_per_verification"] for r in report["results"]}
-    assert by_arm == {"plain": 1.0, "plain again": 1.0, "3 drafts, 0": 1.0, "3 drafts, 1": 4.0}
-    assert len(report["rows"]) == 4 and report["steps"] == []  # nothing is captured on a CPU
+    arms = {"plain": 1.0, "plain again": 1.0, "3 drafts, 0": 1.0, "3 drafts, 1": 4.0}
+    assert by_arm == arms | {"3 drafts, 0, batch_invariant=False": 1.0, "3 drafts, 1, batch_invariant=False": 4.0}
+    assert len(report["rows"]) == 6 and report["steps"] == []  # nothing is captured on a CPU
     page = speculative_bench.write_record(report, tmp_path).read_text(encoding="utf-8")
     assert "Acceptance is simulated" in page and "## Not measured" in page
+
+
+def test_the_single_steps_that_are_timed_are_those_of_a_sequence_of_that_length() -> None:
+    bench = SpeculativeBench("e2b-eighth", drafts=(3,), rates=(1.0,), three=(), prompt=8, output=16, rounds=1)
+    stream = speculative_bench.DraftingStream(bench)
+    runner, proposer = stream.llm.engine.runner, stream.speculator.proposer
+    runner.inputs.use_tiles((16,))
+    graphs = CUDAGraphs(
+        runner.model, runner.pool, runner.inputs, GraphBuckets((8,), (1, 2, 4), (64,)), verifies=True, capture=lambda forward: forward
+    )
+    graphs.warm_up()
+    runner.use_graphs(graphs)
+    inputs = runner.inputs
+    drafter = DraftGraphs(proposer.assistant, runner.pool, inputs.block_tables, inputs.null_slot, (64,), 1, capture=lambda step: step)
+    drafter.warm_up()
+    proposer.use_pool(drafter, runner.pool)
+    steps = stream.steps(context=40)
+    assert list(steps) == ["decode", *(f"verify {k} drafts" for k in (1, 2, 3)), "draft", "decode again"]
+    for name, rows in (("decode", 1), ("verify 1 drafts", 2), ("verify 3 drafts", 4)):
+        hidden = steps[name]()()[0]
+        assert graphs._token_memory[0, :rows].tolist() == list(range(40 - rows, 40)) and len(hidden) == rows and hidden.isfinite().all()
+        assert (graphs._token_memory[2, :rows] // inputs.block_size > 0).all(), "K/V of blocks that a request may hold"
+    assert len(speculative_bench.time_steps(steps, rounds=2, calls=1)) == 2 * len(steps)
 
 
 def test_a_report_is_shown_again_and_another_benchs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

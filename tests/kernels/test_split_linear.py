@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels.compare import assert_rounded, randn
 from lastrow.kernels import add_norm, geglu, ple_gate, ple_inputs, qkv_epilogue, split_linear
@@ -35,6 +36,15 @@ def test_partial_sums_add_up_to_the_product(device, rows, n, k):
     assert parts.shape == (splits, rows, n)
     # k products of size 1 summed in fp32: each addition rounds by at most 2^-24 of a partial sum of size sqrt(k)
     torch.testing.assert_close(parts, split_linear.reference(x, w, splits), rtol=0, atol=k**1.5 * 2.0**-22)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
+def test_a_whole_sum_has_the_bits_of_a_large_matmul(device, rows, n, k):
+    x, w = bf16(device, 4096, k), bf16(device, n, k)
+    parts = split_linear.triton(x[:rows].contiguous(), w, whole=True)
+    torch.testing.assert_close(parts, split_linear.reference(x[:rows], w, 1), rtol=0, atol=k**1.5 * 2.0**-22)  # as above
+    if device == "cuda":  # the interpreter's products are numpy's, in an order of their own
+        assert torch.equal(parts[0].bfloat16(), F.linear(x, w)[:rows])
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)

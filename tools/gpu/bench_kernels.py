@@ -249,7 +249,7 @@ WARPS = {
 
 def bench_decode(b: Bench) -> None:
     """decode_attention over long contexts: kernels and configurations by storage format, each call behind its qkv projection as in a
-    step, dependent launches unless a name says otherwise; "projections" is that chain alone. Copies of a call read other keys and
+    step, launched as there; "projections" is that chain alone. Copies of a call read other keys and
     weights, so that the L2 cache does not answer. Names: tiles chunk/keys/stages/warps; warps splits/warps."""
     tile, warp = decode_attention.DecodeConfig, decode_attention.WarpsConfig
     for d, window, context in ((512, 0, 7936), (256, 512, 7936)):
@@ -265,19 +265,19 @@ def bench_decode(b: Bench) -> None:
                 (k, ks), (v, vs) = (kv_cache.quantize(x, storage) for x in (full.k, full.v))
                 pools[form] = PagedKV(k, v, ks, vs)
 
-        def call(kv: PagedKV, qkv: torch.Tensor, rows: QueryRows, slots: torch.Tensor, config: Any, pdl: bool) -> torch.Tensor:
+        def call(kv: PagedKV, qkv: torch.Tensor, rows: QueryRows, slots: torch.Tensor, config: Any) -> torch.Tensor:
             kernel = decode_attention if isinstance(config, tile) else decode_attention_warps
-            return kernel.triton(qkv, rows, rope, w, d, EPS, kv, table, window, w, slots, counters=counters, pdl=pdl, config=config)
+            return kernel.triton(qkv, rows, rope, w, d, EPS, kv, table, window, w, slots, counters=counters, pdl=True, config=config)
 
-        def compiled(case: tuple[PagedKV, Any, bool, int]) -> None:
-            kv, config, pdl, r = case
+        def compiled(case: tuple[PagedKV, Any, int]) -> None:
+            kv, config, r = case
             slots = torch.full((1,), -1, dtype=torch.int32, device="cuda")
             rows = QueryRows(slots + context, slots + 1, every.block_tables, (1,), (context,), 1)
             with contextlib.suppress(Exception):  # compare() says what does not fit
-                call(kv, split_linear.triton(rnd(r, H), weights[0])[:, :1].contiguous(), rows, slots, config, pdl)
+                call(kv, split_linear.triton(rnd(r, H), weights[0])[:, :1].contiguous(), rows, slots, config)
 
-        def variants(kv: PagedKV, r: int) -> dict[str, tuple[Any, bool]]:
-            """Configurations and whether as a dependent launch."""
+        def variants(kv: PagedKV, r: int) -> dict[str, Any]:
+            """Configurations by name."""
             chosen = decode_attention.warps_config(r, bucket, window, d) if kv.is_quantized else None
             if kv.is_quantized:  # both formats are the same bytes: one of them gets every variant
                 others = [warp(*shape) for shape in WARPS[d, r] if kv.k.dtype is torch.int8]
@@ -291,17 +291,14 @@ def bench_decode(b: Bench) -> None:
                     name += f"tiles {c.chunk}/{c.keys}/{c.stages}/{c.warps}"
                 else:
                     name += f"warps {c.splits}/{c.warps}{' shared' * c.shared}"
-                out[name] = (c, True)
-                if isinstance(c, warp) and r == 64:
-                    # a start beside the projection keeps its division of an SM's memory, which leaves these kernels a small L1
-                    out[name + ", behind its end"] = (c, False)
+                out[name] = c
             return out
 
         # chunks and splits are no constants of a kernel: one launch per other field, and number of partial sums, compiles it
         sums = {r: split_linear.split_config(10 * d, H, rows=r).splits for r in (64, 16, 1)}
         cases = {
-            (form, dataclasses.replace(c, **{"chunk" if isinstance(c, tile) else "splits": 1}), pdl, sums[r]): (kv, c, pdl, r)
-            for form, kv in pools.items() for r in (64, 16, 1) for c, pdl in variants(kv, r).values()
+            (form, dataclasses.replace(c, **{"chunk" if isinstance(c, tile) else "splits": 1}), sums[r]): (kv, c, r)
+            for form, kv in pools.items() for r in (64, 16, 1) for c in variants(kv, r).values()
         }  # fmt: skip
         with ThreadPoolExecutor(16) as threads:
             list(threads.map(compiled, cases.values()))
@@ -320,14 +317,14 @@ def bench_decode(b: Bench) -> None:
             assert q is not None
             for form, kv in pools.items():
 
-                def run(config: Any, pdl: bool) -> torch.Tensor:
-                    outs = [call(kv, split_linear.triton(x, weight), rows, slots, config, pdl)
+                def run(config: Any) -> torch.Tensor:
+                    outs = [call(kv, split_linear.triton(x, weight), rows, slots, config)
                             for rows, weight in zip(calls, weights, strict=False)]  # fmt: skip
                     return outs[0]
 
                 b.compare(
                     "decode", f"{form} d{d} window {window} context {context} rows {r}",
-                    {name: lambda c=c, pdl=pdl: run(c, pdl) for name, (c, pdl) in variants(kv, r).items()},
+                    {name: lambda c=c: run(c) for name, c in variants(kv, r).items()},
                     unit="TB/s", work=2.0 * r * (window or context) * (d * kv.k.element_size() + (4 if kv.is_quantized else 0)),
                     expected=attention.reference(q[:few].float(), kv, small, table, window), view=lambda x, few=few: x[:few],
                     graph=copies,

@@ -71,8 +71,8 @@ VARIANTS: dict[str, Variant] = {
 
 @contextmanager
 def applied(variant: Variant):
-    def split_config(n: int, k: int, geglu: bool = False, rows: int = split_linear.MAX_ROWS) -> SplitConfig:
-        usual = CONFIG(n, k, geglu, rows)
+    def split_config(n: int, k: int, geglu: bool = False, *rest: Any) -> SplitConfig:
+        usual = CONFIG(n, k, geglu, *rest)
         return usual if variant.split is None else variant.split(usual, n, k, geglu)
 
     usual = decode_attention.decode_config

@@ -43,8 +43,9 @@ def add_flag(group: Any, name: str, hint: Any, default: Any, metadata: Any) -> N
     kind = str if len(kinds) > 1 else kinds[0]  # several types: the command line brings the text form
     flag, text = "--" + name.replace("_", "-"), metadata["help"]
     if kind is bool:
-        state = "on" if default else "off"
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=f"{text} (default: {state})")
+        if default is not None:
+            text += f" (default: {'on' if default else 'off'})"
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         return
     if default is not None:
         text += f" (default: {default})"

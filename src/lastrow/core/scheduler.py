@@ -148,13 +148,14 @@ class Scheduler:
 
     # -- one step ----------------------------------------------------------------------------------------------------------
 
-    def schedule(self, holds_back: bool = False) -> SchedulerOutput:
-        """The next step. Empty while requests are unfinished only if steps are in flight whose results must come first.
+    def schedule(self, holds_back: bool = False, max_tokens: int | None = None) -> SchedulerOutput:
+        """The next step. Empty while requests are unfinished only if steps are in flight whose results must come first. max_tokens: a
+        smaller limit than max_num_batched_tokens for this step.
 
         holds_back: leave the last token of every prompt that is admitted to the step after this one. Its row is the only one that
         the layers behind the cut compute, so a step of such prompts is none for them. Forks wait, too, where other requests can go
         on: a step without them copies no blocks, and later they come together."""
-        step = _Step(self.config.max_num_batched_tokens, self.config.prefill_limit)
+        step = _Step(min(max_tokens or self.config.max_num_batched_tokens, self.config.max_num_batched_tokens), self.config.prefill_limit)
         step.holds_back = step.holds_forks = holds_back and self.config.enable_chunked_prefill
         self._schedule_running(step)
         if not step.stuck and not step.preempted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,14 +57,13 @@ def build_engine(config: EngineConfig, model: Gemma4Model | None = None, buckets
         raise ConfigError(
             f"max_model_len is {max_model_len}: the model was made for {shape.max_position_embeddings} positions (max_position_embeddings)"
         )
+    config = replace(config, batch_invariant=sums_in_fixed_order(config, shape))
     drafts = most_drafts(config.speculative)
     plan = forecast(config, shape, dtype, device, max_model_len, assistant_bytes(config.speculative, shape, dtype), drafts)
     logger.info("%s", plan.summary())
     tokenizer = Tokenizer(folder) if folder is not None else None
     model = model or load_model(config, shape, folder, getattr(torch, dtype), device, max_model_len)
     if config.batch_invariant:
-        if shape.is_moe:
-            raise ConfigError("batch_invariant: the experts of a mixture are not computed in a fixed order; run without it")
         logger.info("batch_invariant: %d matmuls compared, all bits equal", check_invariance(model.ops, model.weights, shape))
     binder = PoolBinder(config, model, plan.max_num_batched_tokens, max_model_len, buckets)
     cache = EngineCache(shape, plan, device, binder)
@@ -139,6 +139,16 @@ def choose_dtype(name: str, device: torch.device) -> str:
     return name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"
 
 
+def sums_in_fixed_order(config: EngineConfig, shape: Gemma4Config) -> bool:
+    """batch_invariant where the user did not say: on with drafts, because a verified row is one of several and must get the token that it
+    would get alone. Raises ConfigError where it is asked for and the model cannot."""
+    if config.batch_invariant and shape.is_moe:
+        raise ConfigError("batch_invariant: the experts of a mixture are not computed in a fixed order; run without it")
+    if config.batch_invariant is None:
+        return config.speculative is not None and not shape.is_moe
+    return config.batch_invariant
+
+
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> Ops:
     """auto: triton on a GPU, else reference. Raises ConfigError where the named one does not run."""
     if name == "auto":
@@ -155,7 +165,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, batch_in
 def load_model(
     config: EngineConfig, shape: Gemma4Config, folder: Path | None, dtype: torch.dtype, device: torch.device, max_positions: int
 ) -> Gemma4Model:
-    ops = choose_backend(config.backend, device, dtype, config.batch_invariant)
+    ops = choose_backend(config.backend, device, dtype, bool(config.batch_invariant))
     on_host = config.embed_weights == "host"
     if on_host and not shape.has_ple:
         raise ConfigError(f"embed_weights is 'host': {shape.name or 'the model'} has no per-layer embeddings; leave it at device")

@@ -340,16 +340,16 @@ class LLMEngine:
         return 0 if speculator is not None and speculator.is_drafting else self.depth
 
     @_one_at_a_time
-    def launch_ahead(self, behind: int = 0) -> SchedulerOutput | None:
-        """Launch a step without reading one, where the device works by itself and no more than `behind` steps are in flight. The
-        prompts' last tokens and the forks go with the next step, which so reads the weights behind the cut once for all. Returns the
-        step, None if there is none."""
-        if not self.depth or len(self._in_flight) > behind or not self._launch(holds_back=True):
+    def launch_ahead(self, behind: int = 0, max_tokens: int | None = None) -> SchedulerOutput | None:
+        """Launch a step, of at most max_tokens, without reading one, where the device works by itself and no more than `behind` steps are
+        in flight. The prompts' last tokens and the forks go with the next step, which so reads the weights behind the cut once for all.
+        Returns the step, None if there is none."""
+        if not self.depth or len(self._in_flight) > behind or not self._launch(True, max_tokens):
             return None
         return self._in_flight[-1][0]
 
-    def _launch(self, holds_back: bool = False) -> bool:
-        scheduled = self.scheduler.schedule(holds_back)
+    def _launch(self, holds_back: bool = False, max_tokens: int | None = None) -> bool:
+        scheduled = self.scheduler.schedule(holds_back, max_tokens)
         handle = self.runner.execute(scheduled)
         if scheduled.is_empty:
             return False

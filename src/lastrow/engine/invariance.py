@@ -23,15 +23,20 @@ def check_invariance(ops: Ops, weights: ModelWeights, config: Gemma4Config) -> i
     Returns the number of comparisons. Raises NotInvariant at the first difference."""
     seen: set[tuple[object, ...]] = set()
     compared = 0
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """As the layers multiply; a sum that is left to its reader comes in fp32, [1, M, N]."""
+        return ops.deferred_linear(x, weight).to(x.dtype).view(x.shape[0], -1)
+
     for layer in weights.layers:
         query_rows = layer.o.shape[1]
         plain = [layer.qkv, layer.qkv[:query_rows], layer.qkv[query_rows:], layer.o, layer.down, layer.ple_gate, layer.ple_projection]
-        jobs = [("linear", ops.linear, w) for w in plain if w is not None and w.shape[0]] + [("geglu", ops.geglu, layer.gate_up)]
+        jobs = [("linear", product, w) for w in plain if w is not None and w.shape[0]] + [("geglu", ops.geglu, layer.gate_up)]
         jobs += [("head", ops.linear, weights.embed)]
         if weights.ple_model_projection is not None:
             before = config.cut * config.hidden_size_per_layer_input
             parts = (weights.ple_model_projection[:before], weights.ple_model_projection[before:])
-            jobs += [("ple projection", ops.linear, part) for part in parts if part.shape[0]]
+            jobs += [("ple projection", product, part) for part in parts if part.shape[0]]
         for name, operation, weight in jobs:
             if (name, *weight.shape) in seen:
                 continue

@@ -27,9 +27,9 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 
 
-LAUNCH_TOKENS, LAUNCH_PROMPTS = 4096, 32
-"""A first step this long runs for as long as some sixty further prompts take to prepare (8 ms on an H200 and its host). With fewer
-than this many it does not pay: two steps read the weights twice."""
+LAUNCH_TOKENS, LAUNCH_PROMPTS = 4096, 8
+"""A first step of this many tokens, a captured size, runs for as long as some sixty further prompts take to prepare (8 ms on an H200 and
+its host). Where no more prompts than this are left it does not pay: two steps read the weights twice."""
 
 
 class LLM:
@@ -79,9 +79,11 @@ class LLM:
                     same_params=i > 0 and p is params[i - 1],
                 )  # fmt: skip
                 ids.append(request_id)
-                waiting += len(tokens)
+                waiting += len(tokens) - 1  # a step that is launched ahead leaves the last one
                 if waiting >= LAUNCH_TOKENS and len(items) - i > LAUNCH_PROMPTS:
-                    self.engine.launch_ahead()  # the card starts while the other prompts are being prepared
+                    # the card starts while the other prompts are being prepared; a first step that fills its graph leaves the sum of
+                    # both as it was
+                    self.engine.launch_ahead(max_tokens=LAUNCH_TOKENS)
             finished = self._run(ids)
             done = {out.request_id: out for out in (track(finished, "generating", total=len(ids)) if use_tqdm else finished)}
         except BaseException:

@@ -1,7 +1,8 @@
 """`lastrow bench speculative`: what drafts cost and what they bring to one stream, with dummy weights and forced acceptance.
 
 Dummy weights accept nothing, so acceptance is SIMULATED: each draft stands with a given probability whatever the target says. Times
-and numbers of tokens are real, the tokens are nobody's. One engine serves every arm; `plain` asks it for no drafts.
+and numbers of tokens are real, the tokens are nobody's. Three engines: one without drafts, one with drafts as a user gets them, and
+one with drafts and batch_invariant=False.
 
 Two parts: single captured steps replayed back to back (a decode step, a verify step of k+1 rows, a draft step), and whole requests
 through LLM.generate, arms interleaved."""
@@ -25,7 +26,7 @@ from lastrow.harness.records import Ratio, Record, environment, interleave, mach
 from lastrow.models.config import ConfigError
 
 AIM = 1100.0  # output tokens/s of one stream at 3 accepted tokens a verification, issue 7
-PLAIN, NULL = "plain", "plain again"
+PLAIN, NULL, FAST = "plain", "plain again", ", batch_invariant=False"
 
 
 @dataclass(frozen=True)
@@ -51,38 +52,47 @@ class SpeculativeBench:
 
 
 class Stream:
-    """One engine with a drafter, one request at a time."""
+    """One engine, one request at a time. options: LLM's, besides those of the bench."""
 
-    def __init__(self, bench: SpeculativeBench) -> None:
+    def __init__(self, bench: SpeculativeBench, **options: Any) -> None:
         self.bench = bench
-        most = max(k for k, _ in bench.pairs)
         self.llm = LLM(
             shape=bench.shape, load_format="dummy", max_model_len=1024, max_num_seqs=1, max_num_batched_tokens=1024,
-            enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30, seed=bench.seed,
-            speculative_config={"model": "dummy", "num_speculative_tokens": most, "adaptive": False, "simulated_acceptance": 0.0},
+            enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30, seed=bench.seed, **options,
         )  # fmt: skip
-        speculator = self.llm.engine.runner.speculator
-        assert speculator is not None
-        self.speculator = speculator
         generator = torch.Generator().manual_seed(bench.seed)
         self.ids = torch.randint(3, self.llm.engine.vocab_size, (bench.prompt,), generator=generator).tolist()
 
-    def answer(self, drafts: int, rate: float) -> dict[str, Any]:
-        """One request: tokens a second from its first token on, and tokens a verification brought."""
-        before = self.speculator.stats.num_drafts, self.speculator.stats.num_emitted_tokens
-        self.speculator.most, self.speculator.simulated_acceptance = drafts, rate
+    def answer(self) -> dict[str, Any]:
+        """One request: tokens a second from its first token on."""
         params = SamplingParams(temperature=0, max_tokens=self.bench.output, ignore_eos=True)
         (output,) = self.llm.generate([{"prompt_token_ids": self.ids}], params, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == self.bench.output, "an arm that stops early is no arm"
         metrics = output.metrics
         assert metrics is not None and metrics.last_token_time is not None and metrics.first_token_time is not None
-        verifications = self.speculator.stats.num_drafts - before[0]
-        emitted = self.speculator.stats.num_emitted_tokens - before[1]
         decoding = metrics.last_token_time - metrics.first_token_time
-        return {
-            "decode_tok_s": round((self.bench.output - 1) / decoding, 1),
-            "tokens_per_verification": round(emitted / verifications, 3) if verifications else 1.0,
-        }
+        return {"decode_tok_s": round((self.bench.output - 1) / decoding, 1), "tokens_per_verification": 1.0}
+
+
+class DraftingStream(Stream):
+    """A `Stream` with a drafter."""
+
+    def __init__(self, bench: SpeculativeBench, **options: Any) -> None:
+        most = max(k for k, _ in bench.pairs)
+        config = {"model": "dummy", "num_speculative_tokens": most, "adaptive": False, "simulated_acceptance": 0.0}
+        super().__init__(bench, speculative_config=config, **options)
+        speculator = self.llm.engine.runner.speculator
+        assert speculator is not None
+        self.speculator = speculator
+
+    def answer_with(self, drafts: int, rate: float) -> dict[str, Any]:
+        """`answer` with `drafts` drafts a step, each standing with probability `rate`; also tokens a verification brought."""
+        stats = self.speculator.stats
+        before = stats.num_drafts, stats.num_emitted_tokens
+        self.speculator.most, self.speculator.simulated_acceptance = drafts, rate
+        row = self.answer()
+        row["tokens_per_verification"] = round((stats.num_emitted_tokens - before[1]) / (stats.num_drafts - before[0]), 3)
+        return row
 
     # ------------------------------------------------------------------------------------------------------ single steps
     @torch.inference_mode()
@@ -95,17 +105,24 @@ class Stream:
         made: dict[str, Callable[[], Any]] = {}
         draft, positions = drafter.step(1, context)
         positions.fill_(context - 1)
+        inputs = runner.inputs
+        for table in inputs.block_tables:
+            table[0, : -(-context // inputs.block_size)] = torch.arange(1, 1 + -(-context // inputs.block_size))
         for name, rows in [("decode", 1), *((f"verify {k} drafts", k + 1) for k in range(1, 1 + max(self.bench.drafts)))]:
             replay, fields = graphs.whole_step(rows, context, follow=rows > 1)
+            # the last tokens of slot 0's sequence, and behind them what stands for padding
+            part = torch.tensor([0, context - rows, 0, context, 0, *(0 for _ in inputs.tile_rows)])
+            end = torch.tensor([*inputs.padding_part(rows), *(-(-rows // size) for size in inputs.tile_rows)])
 
             # all steps read their fields in the same memory: filled when it is this one's turn
-            def run(replay: Callable[[], Any] = replay, fields: Any = fields) -> Callable[[], Any]:
-                for field in ("positions", "row_positions"):
-                    fields.t[field].fill_(context - 1)
-                for field, value in runner.inputs.padding.items():
-                    if field in fields.t:
-                        fields.t[field].fill_(value)
-                fields.t["ids"].zero_()
+            def run(
+                replay: Callable[[], Any] = replay, t: Any = fields.t, part: torch.Tensor = part, end: torch.Tensor = end
+            ) -> Callable[[], Any]:
+                parts = t["parts"].view(inputs.part_fields, -1)
+                parts.copy_(end[:, None])
+                parts[:, 0] = part
+                t["ids"].zero_()
+                t["row_slots"].fill_(inputs.null_slot)
                 return replay
 
             made[name] = run
@@ -144,15 +161,17 @@ def time_steps(steps: dict[str, Callable[[], Any]], rounds: int, calls: int = 20
 def run(bench: SpeculativeBench) -> dict[str, Any]:
     """Measure. The report has stable keys."""
     start = time.perf_counter()
-    stream = Stream(bench)
+    plain = Stream(bench)
+    drafting = {"": DraftingStream(bench), FAST: DraftingStream(bench, batch_invariant=False)}
     ready = time.perf_counter() - start
     context = bench.prompt + bench.output // 2
-    steps = stream.steps(context)
+    steps = {name + mode: step for mode, stream in drafting.items() for name, step in stream.steps(context).items()}
     step_rows = time_steps(steps, max(bench.rounds, 4)) if steps else []
-    arms: dict[str, Callable[[], dict[str, Any]]] = {PLAIN: lambda: stream.answer(0, 0.0), NULL: lambda: stream.answer(0, 0.0)}
-    arms |= {arm_name(k, rate): lambda k=k, rate=rate: stream.answer(k, rate) for k, rate in bench.pairs}
+    arms: dict[str, Callable[[], dict[str, Any]]] = {PLAIN: plain.answer, NULL: plain.answer}
+    for mode, stream in drafting.items():
+        arms |= {arm_name(k, rate) + mode: lambda s=stream, k=k, rate=rate: s.answer_with(k, rate) for k, rate in bench.pairs}
     rows = interleave(arms, bench.rounds)
-    graphs: Any = stream.llm.engine.runner.graphs
+    graphs: Any = drafting[""].llm.engine.runner.graphs
     return {
         "bench": "speculative",
         "environment": environment(
@@ -171,9 +190,9 @@ def arm_name(drafts: int, rate: float) -> str:
 
 
 def step_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Median ms by step and its share of a decode step of the same round."""
+    """Median ms by step and its share of the fast kernels' decode step of the same round."""
     table = []
-    base = [row["ms"] for row in sorted(rows, key=lambda row: row["round"]) if row["step"] == "decode"]
+    base = [row["ms"] for row in sorted(rows, key=lambda row: row["round"]) if row["step"] == "decode" + FAST]
     for name in dict.fromkeys(row["step"] for row in rows):
         times = [row["ms"] for row in sorted(rows, key=lambda row: row["round"]) if row["step"] == name]
         table.append({"step": name, "ms": statistics.median(times), "of_a_decode_step": round(Ratio.of(times, base).median, 3)})
@@ -201,7 +220,7 @@ def _steps(report: dict[str, Any]) -> str:
     if not report["steps"]:
         return "Nothing is captured on this device: single steps were not timed."
     rows = [[s["step"], f"{s['ms']:.3f}", f"{s['of_a_decode_step']:.0%}"] for s in report["steps"]]
-    return markdown_table(["one captured step, replayed back to back", "ms", "of a decode step"], rows)
+    return markdown_table(["one captured step, replayed back to back", "ms", f"of a decode step{FAST}"], rows)
 
 
 def _streams(report: dict[str, Any]) -> str:
@@ -248,8 +267,9 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
         f"speculative-{machine(env)}", "Speculative decoding of one stream, simulated acceptance", summary, env, report["rows"], absent
     )
     record.sections = [
-        ("Arms", f"* `{PLAIN}`: the same engine asked for no drafts\n* `{NULL}`: the null arm\n* `K drafts, P`: K drafts a step, each "
-         "standing with probability P while those before it stand"),
+        ("Arms", f"* `{PLAIN}`: an engine without drafts and the default options\n* `{NULL}`: the null arm\n* `K drafts, P`: K drafts a "
+         "step, each standing with probability P while those before it stand; drafts and the default options, so with batch_invariant\n"
+         f"* `K drafts, P{FAST}`: the same with the fast kernels, whose greedy answers may part from plain decoding's"),
         ("Costs of single steps", _steps(report)),
         ("One stream", _streams(report)),
     ]  # fmt: skip

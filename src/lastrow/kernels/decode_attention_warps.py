@@ -344,6 +344,10 @@ def triton(
     if not r:
         return out
     c = config
+    # A program that starts beside the projection in front keeps that kernel's division of the multiprocessor's memory, mostly shared, and
+    # its keys pass through a small L1. Where the keys are long this costs more than the earlier start brings (64 rows of 7,936 keys on an
+    # H200: 0.210 against 0.152 ms).
+    pdl = pdl and not c.shared
     most = min(rows.max_kv_len, window) if window else rows.max_kv_len
     splits = max(min(c.splits, cdiv(most, 16 * c.warps)), 1)
     part = torch.empty(r * splits * heads * head_dim, device=qkv.device, dtype=torch.float32)

@@ -1,8 +1,9 @@
 """Matmuls of few rows: K divided among programs, so that every multiprocessor streams its share of the weight.
 
 The partial sums stay apart, [splits, M, N] fp32: whatever reads them next (add_norm, qkv_epilogue, ple_gate) adds them in
-ascending order on its way in, which saves a launch and keeps the result deterministic. The number of splits depends on the
-weight's shape alone, but the vendor's matmul sums in another order, so batch invariance does not use this."""
+ascending order on its way in, which saves a launch and keeps the result deterministic. The vendor's matmul sums in another
+order, so batch invariance takes whole sums: one program per tile of the weight, whose bits are then those of the vendor's unsplit
+matmul (an H200, every tile tried; engine/invariance.py tests it at start-up)."""
 
 from __future__ import annotations
 
@@ -83,13 +84,15 @@ class SplitConfig:
     ahead: int = 0
 
 
-def split_config(weight_rows: int, k: int, geglu: bool = False, rows: int = MAX_ROWS) -> SplitConfig:
-    """Tile and splits of a weight [weight_rows, k] for so many rows, the best found on an H200 for the shapes of E2B. Raises
-    ValueError for a k that no step divides."""
+def split_config(weight_rows: int, k: int, geglu: bool = False, rows: int = MAX_ROWS, whole: bool = False) -> SplitConfig:
+    """Tile and splits of a weight [weight_rows, k] for so many rows, the best found on an H200 for the shapes of E2B. whole: K is not
+    divided. Raises ValueError for a k that no step divides."""
     step = next((size for size in (128, 64, 32, 16) if k % size == 0), 0)
     if not step:
         raise ValueError(f"a weight has {k} columns: the Triton kernels need a multiple of 16")
     n = 64 if weight_rows >= 64 else 16
+    if whole and not geglu:  # few programs, so each of them has as many bytes in flight as fit
+        return SplitConfig(n, 256, 1, 4) if rows <= 32 and k % 256 == 0 else SplitConfig(n, step, 1, 6)
     tiles, steps = cdiv(weight_rows, n), k // step
     long, many = k >= LONG_K, rows > 32
     most = 4 if long or many else 16  # partial sums of many rows are bytes that the reader waits for
@@ -100,10 +103,11 @@ def split_config(weight_rows: int, k: int, geglu: bool = False, rows: int = MAX_
     return SplitConfig(n, step, splits, stages, 0 if long or many or geglu else min(2, steps // splits))
 
 
-def triton(x: torch.Tensor, weight: torch.Tensor, *, geglu: bool = False) -> torch.Tensor:
-    """`reference` with the splits of `split_config`; with geglu=True and a weight from geglu.pack the finished output [M, N/2]."""
+def triton(x: torch.Tensor, weight: torch.Tensor, *, geglu: bool = False, whole: bool = False) -> torch.Tensor:
+    """`reference` with the splits of `split_config`, or one with whole=True; with geglu=True and a weight from geglu.pack the finished
+    output [M, N/2]."""
     (m, k), n = x.shape, weight.shape[0]
-    c = split_config(n, k, geglu, m)
+    c = split_config(n, k, geglu, m, whole)
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
     if geglu:
         out = torch.empty(m, n // 2, device=x.device, dtype=x.dtype)

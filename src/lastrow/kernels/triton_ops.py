@@ -87,14 +87,14 @@ class TritonOps:
 
     def deferred_linear(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
         """`linear` for another operation of this class to read. For few rows partial sums [splits, M, N] fp32 (split_linear.py),
-        which add_norm, qkv_epilogue, ple_inputs and ple_gate add up on their way in."""
-        if self._splits(x):
+        which add_norm, qkv_epilogue, ple_inputs and ple_gate add up on their way in; with batch_invariant the one whole sum."""
+        if self._has_few_rows(x):
             self.counts["split_linear"] += 1
-            return split_linear.triton(x, weight)
+            return split_linear.triton(x, weight, whole=self.batch_invariant)
         return self.linear(x, weight)
 
-    def _splits(self, x: torch.Tensor) -> bool:
-        return not self.batch_invariant and x.shape[0] <= split_linear.MAX_ROWS and x.dtype is torch.bfloat16
+    def _has_few_rows(self, x: torch.Tensor) -> bool:
+        return x.shape[0] <= split_linear.MAX_ROWS and x.dtype is torch.bfloat16
 
     def qkv_epilogue(
         self, qkv, positions, rope, q_weight, head_dim, eps, k_weight: Any = None, kv=None, slots: Any = None, kv_heads=0, k_eq_v=False
@@ -156,7 +156,7 @@ class TritonOps:
 
     def geglu(self, h, gate_up):
         self.counts["geglu"] += 1
-        if self._splits(h):
+        if self._has_few_rows(h):
             return split_linear.triton(h, gate_up, geglu=True)
         return geglu.triton(h, gate_up, self.linear)
 
