@@ -135,12 +135,8 @@ class ChatRun:
                     if options is not None and options.continuous_usage_stats:
                         chunk["usage"] = self.usage()
                     yield event(self.with_timings(chunk) if choice.finished else chunk)
-
-    def last_event(self) -> bytes:
-        options = self.request.stream_options
-        if options is None or not options.include_usage:
-            return b""
-        return event(self.with_timings({**self._envelope("chat.completion.chunk", []), "usage": self.usage()}))
+        if options is not None and options.include_usage:
+            yield event(self.with_timings({**self._envelope("chat.completion.chunk", []), "usage": self.usage()}))
 
     def _change(self, delta: Delta) -> dict[str, Any]:
         change: dict[str, Any] = {}
@@ -195,5 +191,5 @@ def add_routes(routes: APIRouter, state: ServerState) -> None:
         state.check_queue(request.n or 1)
         run = await prepare_chat(state, request, lambda: ChatRun(state, request))
         if request.stream:
-            return EventStream(run.events(), run.last_event)
+            return EventStream(run.events())
         return json_response(await while_connected(http.receive, run.answer()))

@@ -146,6 +146,8 @@ class CompletionRun:
             async with aclosing(merged([self._events(prompt, i) for i, prompt in enumerate(self.prompts)])) as events:
                 async for item in events:
                     yield item
+        if self.request.stream_options is not None and self.request.stream_options.include_usage:
+            yield event({**self._envelope([]), "usage": self.usage()})
 
     async def _events(self, prompt: PromptRun, number: int) -> AsyncGenerator[bytes]:
         echoed: set[int] = set()
@@ -156,10 +158,6 @@ class CompletionRun:
                     if first:
                         echoed.add(choice.index)
                     yield event(self._chunk(prompt, choice, text, output, first))
-
-    def last_event(self) -> bytes:
-        options = self.request.stream_options
-        return event({**self._envelope([]), "usage": self.usage()}) if options is not None and options.include_usage else b""
 
     def _chunk(self, prompt: PromptRun, choice: TextChoice, text: str, output: wire.Output, echo: bool) -> dict[str, Any]:
         entries: list[list[wire.TokenLogprob] | None] = list(output.logprobs or ())
@@ -221,5 +219,5 @@ def add_routes(routes: APIRouter, state: ServerState) -> None:
         state.check_queue(request.n or 1)
         run = CompletionRun(state, request, await prompt_ids(state, request))
         if request.stream:
-            return EventStream(run.events(), run.last_event)
+            return EventStream(run.events())
         return json_response(await while_connected(http.receive, run.answer()))
