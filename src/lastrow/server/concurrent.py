@@ -1,4 +1,7 @@
-"""Several prompts of one request at a time. A single one, which is what most requests bring, needs no task and no queue."""
+"""Several prompts of one request at a time. A single one, which is what most requests bring, needs no task and no queue.
+
+Errors leave no cycle of themselves, a frame and a local variable of it (TaskGroup's do): it would keep their prompts until garbage is
+collected, which a server does rarely (garbage.py)."""
 
 from __future__ import annotations
 
@@ -15,12 +18,11 @@ async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
     if len(works) == 1:
         await works[0]
         return
+    tasks = [asyncio.create_task(work) for work in works]
     try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
 
 
 def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
@@ -29,29 +31,32 @@ def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
 
 
 async def _merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    queue: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[T] | int] = asyncio.Queue()  # an item, or the number of a source that has ended
 
-    async def feed(source: AsyncGenerator[T]) -> None:
+    async def feed(number: int, source: AsyncGenerator[T]) -> None:
         try:
             async with aclosing(source):
                 async for item in source:
                     queue.put_nowait((item,))
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
+        finally:
+            queue.put_nowait(number)
 
-    tasks = [asyncio.create_task(feed(source)) for source in sources]
+    tasks = [asyncio.create_task(feed(number, source)) for number, source in enumerate(sources)]
     try:
         left = len(tasks)
         while left:
             item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
+            if isinstance(item, int):
                 left -= 1
+                tasks[item].result()
             else:
                 yield item[0]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    tasks.clear()
