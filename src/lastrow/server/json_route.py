@@ -30,7 +30,7 @@ class JsonRoute(APIRoute):
         bodies = [(name, kind) for name, kind in hints.items() if issubclass(kind, BaseModel)]
         if not bodies:
             return super().get_route_handler()
-        (body_name, model), *_ = bodies
+        [(body_name, model)] = bodies
         http_name = next((name for name, kind in hints.items() if issubclass(kind, Request)), None)
 
         async def handle(http: Request) -> Response:

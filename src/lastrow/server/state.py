@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
-from struct import Struct
-from struct import error as StructError
 from typing import Any, TypeVar
 
 import numpy as np
@@ -172,8 +171,8 @@ class ServerState:
     def check_ids(self, name: str, ids: Any) -> None:
         if not ids:
             return
-        with suppress(StructError):  # as C ints in a third of the time that min and max take
-            if np.frombuffer(Struct(f"{len(ids)}I").pack(*ids), np.uint32).max() < self.vocab_size:
+        with suppress(OverflowError):  # as C ints in a third of the time that min and max take
+            if np.frombuffer(array("I", ids), np.uint32).max() < self.vocab_size:
                 return
         wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
         raise ApiError(400, f"{name} holds {wrong}: token ids from 0 to {self.vocab_size - 1} are needed", param=name)
