@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from lastrow.server.json_route import parse
+from lastrow.server.protocol import CompletionRequest
 
 MISTAKES = '{}[],:"\\-+.eE019 \n\t\x00ntfNI/u'
 texts = st.text(st.characters(codec=None)) | st.text(st.sampled_from('\ud83d\ude42\\"/\x00\x1f\x7f€'))
@@ -63,3 +65,10 @@ def test_corners_are_those_of_json(body: str) -> None:
 
 def test_nothing_is_no_object() -> None:
     assert parse(b"") is None
+
+
+@pytest.mark.parametrize("prompt", [[7] * 1000 + ["a"], ["a"] * 1000 + [7], [[7]] * 1000 + ["a"], [["a"] * 1000]], ids=lambda p: str(p)[:8])
+def test_of_a_long_list_one_mistake_is_looked_for(prompt: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": prompt})
+    assert caught.value.error_count() <= 4  # one of each kind that a prompt may be
