@@ -37,7 +37,7 @@ def create_app(state: ServerState, exit_server: Callable[[], None] = lambda: Non
         starting.cancel()
         await state.engine.stop()
 
-    # Without telemetry: FastAPI asks the environment for its settings three times a request.
+    # Without telemetry, which variables of the environment would turn on (and which asks for them three times a request).
     app = FastAPI(
         title="lastrow", version=lastrow.__version__, lifespan=lifespan, telemetry={"tracing": False, "metrics": False, "logs": False}
     )
