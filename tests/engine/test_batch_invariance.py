@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from lastrow import LLM, SamplingParams
+from lastrow.config import EngineConfig
+from lastrow.engine.build import sums_in_fixed_order
 from lastrow.engine.invariance import NotInvariant, check_invariance
 from lastrow.kernels.dispatch import ReferenceOps
+from lastrow.models.config import ConfigError
+from lastrow.models.shapes import named_shape
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5)
 
@@ -67,3 +71,16 @@ def test_the_start_up_test_finds_a_matmul_that_depends_on_the_batch():
     assert check_invariance(model.ops, model.weights, model.config) > 50
     with pytest.raises(NotInvariant, match="other bits alone"):
         check_invariance(Sloppy(), model.weights, model.config)
+
+
+def test_it_is_on_with_drafts_unless_somebody_says_otherwise() -> None:
+    drafts: dict[str, Any] = {"speculative_config": {"method": "ngram"}}
+
+    def chosen(shape: str, **options: Any) -> bool:
+        return sums_in_fixed_order(EngineConfig(**options), named_shape(shape))
+
+    assert chosen("e2b", **drafts) and chosen("e2b", batch_invariant=True)
+    assert not chosen("e2b") and not chosen("e2b", batch_invariant=False, **drafts)
+    assert not chosen("26b-a4b", **drafts), "experts have no fixed order, and drafts work without it"
+    with pytest.raises(ConfigError, match="batch_invariant: the experts"):
+        chosen("26b-a4b", batch_invariant=True)

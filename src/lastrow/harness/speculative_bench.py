@@ -239,15 +239,16 @@ def _streams(report: dict[str, Any]) -> str:
 
 
 def _verdict(report: dict[str, Any]) -> str:
-    close = [r for r in report["results"] if abs(r["tokens_per_verification"] - 3.0) < 0.25]
-    if report["environment"]["shape"] != "e2b" or not close:
+    near = sorted(report["results"], key=lambda r: -r["decode_tok_s"])
+    near = [r for r in near if abs(r["tokens_per_verification"] - 3.0) < 0.25]
+    if report["environment"]["shape"] != "e2b" or not near:
         return ""
-    best = max(close, key=lambda r: r["decode_tok_s"])
-    reached = "reached" if best["decode_tok_s"] >= AIM else "missed"
-    return (
-        f"About 3 tokens a verification ({best['arm']}: {best['tokens_per_verification']:.2f}): {best['decode_tok_s']:,.0f} tokens/s of "
-        f"one stream; aim {AIM:,.0f}: {reached}. Acceptance is simulated."
+    reached = "reached" if near[0]["decode_tok_s"] >= AIM else "missed"
+    modes = [[r for r in near if (FAST in r["arm"]) == fast][:1] for fast in (False, True)]
+    said = "; ".join(
+        f"{r['decode_tok_s']:,.0f} tokens/s of one stream ({r['arm']}: {r['tokens_per_verification']:.2f})" for (r,) in filter(None, modes)
     )
+    return f"About 3 tokens a verification: {said}; aim {AIM:,.0f}: {reached}. Acceptance is simulated."
 
 
 def write_record(report: dict[str, Any], folder: Path) -> Path:

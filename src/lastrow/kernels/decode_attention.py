@@ -239,7 +239,9 @@ def decode_attention_kernel(
             if SWAP:
                 own_d = d // (LANES * BYTES) * (LANES * BYTES) + d % LANES * BYTES + d % (LANES * BYTES) // LANES
             one_v = tl.load(v_ptr + own_row * D + own_d).to(tl.float32)
-            m = tl.sum(qa.to(tl.float32) * ka[None, :], 1) + tl.sum(qb.to(tl.float32) * kb[None, :], 1)
+            # + 0.0: where a thread holds one product, it would go unrounded into the sum with its neighbour's rounded one, and threads
+            # that share a score would hold it with other last bits (head dim 32; racecheck found them storing it)
+            m = tl.sum(qa.to(tl.float32) * ka[None, :] + 0.0, 1) + tl.sum(qb.to(tl.float32) * kb[None, :] + 0.0, 1)
             if QUANT_MAX > 0:  # past the L1: the load of older keys before the wait may have brought their line in, without this one's
                 m = m * tl.load(k_scale_ptr + own_row, cache_modifier=".cg")
                 one_v = one_v * tl.load(v_scale_ptr + own_row, cache_modifier=".cg")

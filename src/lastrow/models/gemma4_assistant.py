@@ -37,13 +37,13 @@ class AssistantWeights:
 
 
 class Gemma4Assistant:
-    """A drafter bound to `target`, whose embedding, RoPE tables and operations it uses. Raises ConfigError on a misfit."""
+    """A drafter bound to `target`, whose embedding and RoPE tables it uses. ops: default the target's. Raises ConfigError on a misfit."""
 
-    def __init__(self, config: AssistantConfig, weights: AssistantWeights, target: Gemma4Model) -> None:
+    def __init__(self, config: AssistantConfig, weights: AssistantWeights, target: Gemma4Model, ops: Ops | None = None) -> None:
         self.config = config
         self.weights = weights
         self.target = target
-        self.ops: Ops = target.ops
+        self.ops = ops or target.ops
         self.target_layers = config.target_layers(target.config)
 
     @torch.inference_mode()
