@@ -46,9 +46,10 @@ class ChatTemplate:
     ) -> str:
         """Text of normalized `messages`. continue_final_message: ends inside the last message, with nothing after its text."""
         final = _open_final_message(messages) if continue_final_message else ""
+        given = list(messages)
         try:
             text = self._template.render(
-                messages=messages,
+                messages=given,
                 tools=None if tools is None else plain(tools, "tools"),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -58,6 +59,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # foreign code: whatever it raises is its answer to this conversation
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
+        finally:
+            given.clear()  # macros and their context are a cycle, which would keep the conversation until garbage is collected
         return _cut_at_mark(text, final) if continue_final_message else text
 
 

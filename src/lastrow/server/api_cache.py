@@ -19,9 +19,7 @@ class RebuildRequest(Request):
     timeout: float = Field(60.0, ge=0.0, le=3600.0)
 
 
-def router(state: ServerState) -> APIRouter:
-    routes = APIRouter()
-
+def add_routes(routes: APIRouter, state: ServerState) -> None:
     @routes.get("/v1/cache/status")
     async def status() -> Response:
         _need_engine(state)
@@ -50,8 +48,6 @@ def router(state: ServerState) -> APIRouter:
         if not await state.engine.call("reset_prefix_cache"):
             raise ApiError(409, "requests are running: what is cached is forgotten when none is left", "ConflictError")
         return json_response({"success": True})
-
-    return routes
 
 
 def _need_engine(state: ServerState) -> None:

@@ -37,6 +37,7 @@ class ChatRun:
         self.writer = LogprobWriter(state.tokenizer, bool(request.return_tokens_as_token_ids))
         self.choices = [self._choice(index) for index in range(self.plan.params.n)]
         self.prompt_logprobs: dict[int, list[wire.TokenLogprob]] = {}
+        state.check_params(self.plan.prompt_ids, self.plan.params)
 
     def _choice(self, index: int) -> ChatChoice:
         plan, params = self.plan, self.plan.params
@@ -183,9 +184,7 @@ async def prepare_chat(state: ServerState, request: ChatFields, make: Callable[[
     return await state.prepare(make, size)
 
 
-def router(state: ServerState) -> APIRouter:
-    routes = APIRouter()
-
+def add_routes(routes: APIRouter, state: ServerState) -> None:
     @routes.post("/v1/chat/completions")
     async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
         state.check(request)
@@ -193,6 +192,4 @@ def router(state: ServerState) -> APIRouter:
         run = await prepare_chat(state, request, lambda: ChatRun(state, request))
         if request.stream:
             return EventStream(run.events())
-        return json_response(await while_connected(http, run.answer()))
-
-    return routes
+        return json_response(await while_connected(http.receive, run.answer()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,6 +13,7 @@ from fastapi.responses import Response
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.structured_output import StructuredOutputsParams
 from lastrow.server import wire
+from lastrow.server.concurrent import merged, together
 from lastrow.server.generation import LogprobWriter, TextChoice, outputs_by_choice, timings, usage
 from lastrow.server.http import EventStream, event, json_response, while_connected
 from lastrow.server.protocol import CompletionRequest
@@ -114,9 +114,7 @@ class CompletionRun:
 
     async def answer(self) -> dict[str, Any]:
         with self.state.admitted(len(self._choices)):
-            async with asyncio.TaskGroup() as group:
-                for i, prompt in enumerate(self.prompts):
-                    group.create_task(prompt.run(f"{self.id}-{i}"))
+            await together([prompt.run(f"{self.id}-{i}") for i, prompt in enumerate(self.prompts)])
         body = self._envelope([self._whole(prompt, choice) for prompt in self.prompts for choice in prompt.choices])
         body["usage"] = self.usage()
         if self.state.settings.enable_timings_report and len(self.prompts) == 1:
@@ -145,43 +143,21 @@ class CompletionRun:
     # ------------------------------------------------------------------------------------------------ streams
     async def events(self) -> AsyncGenerator[bytes]:
         with self.state.admitted(len(self._choices)):
-            async with aclosing(self._merged()) as events:
+            async with aclosing(merged([self._events(prompt, i) for i, prompt in enumerate(self.prompts)])) as events:
                 async for item in events:
                     yield item
+        if self.request.stream_options is not None and self.request.stream_options.include_usage:
+            yield event({**self._envelope([]), "usage": self.usage()})
 
-    async def _merged(self) -> AsyncGenerator[bytes]:
-        queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._feed(prompt, i, queue)) for i, prompt in enumerate(self.prompts)]
-        try:
-            left = len(tasks)
-            while left:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    left -= 1
-                else:
-                    yield item
-            if self.request.stream_options is not None and self.request.stream_options.include_usage:
-                yield event({**self._envelope([]), "usage": self.usage()})
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _feed(self, prompt: PromptRun, number: int, queue: asyncio.Queue[bytes | BaseException | None]) -> None:
-        try:
-            echoed: set[int] = set()
-            async with aclosing(prompt.steps(f"{self.id}-{number}")) as steps:
-                async for choice, text, output in steps:
-                    first = bool(self.request.echo) and choice.index not in echoed
-                    if output.token_ids or choice.finished:
-                        if first:
-                            echoed.add(choice.index)
-                        queue.put_nowait(event(self._chunk(prompt, choice, text, output, first)))
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
+    async def _events(self, prompt: PromptRun, number: int) -> AsyncGenerator[bytes]:
+        echoed: set[int] = set()
+        async with aclosing(prompt.steps(f"{self.id}-{number}")) as steps:
+            async for choice, text, output in steps:
+                first = bool(self.request.echo) and choice.index not in echoed
+                if output.token_ids or choice.finished:
+                    if first:
+                        echoed.add(choice.index)
+                    yield event(self._chunk(prompt, choice, text, output, first))
 
     def _chunk(self, prompt: PromptRun, choice: TextChoice, text: str, output: wire.Output, echo: bool) -> dict[str, Any]:
         entries: list[list[wire.TokenLogprob] | None] = list(output.logprobs or ())
@@ -228,7 +204,7 @@ async def prompt_ids(state: ServerState, request: CompletionRequest) -> list[lis
     def encode(prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return state.last_tokens(state.encode(prompt, request.add_special_tokens), keep)
-        return list(prompt[-(keep or 0) :])
+        return prompt if keep is None else prompt[-keep:]
 
     all_ids = await state.prepare(lambda: [encode(p) for p in prompts], sum(map(len, texts)))
     if any(not ids for ids in all_ids):
@@ -236,9 +212,7 @@ async def prompt_ids(state: ServerState, request: CompletionRequest) -> list[lis
     return all_ids
 
 
-def router(state: ServerState) -> APIRouter:
-    routes = APIRouter()
-
+def add_routes(routes: APIRouter, state: ServerState) -> None:
     @routes.post("/v1/completions")
     async def completions(request: CompletionRequest, http: Request) -> Response:
         state.check(request)
@@ -246,9 +220,4 @@ def router(state: ServerState) -> APIRouter:
         run = CompletionRun(state, request, await prompt_ids(state, request))
         if request.stream:
             return EventStream(run.events())
-        try:
-            return json_response(await while_connected(http, run.answer()))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
-
-    return routes
+        return json_response(await while_connected(http.receive, run.answer()))

@@ -21,9 +21,7 @@ def page() -> str:
     return (files("lastrow.server") / "index.html").read_text(encoding="utf-8")
 
 
-def router(state: ServerState) -> APIRouter:
-    routes = APIRouter()
-
+def add_routes(routes: APIRouter, state: ServerState) -> None:
     @routes.get("/", response_class=HTMLResponse)
     async def index() -> HTMLResponse:
         policy = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -102,8 +100,6 @@ def router(state: ServerState) -> APIRouter:
         decode = state.tokenizer.decode
         text = await state.prepare(lambda: decode(request.tokens, skip_special_tokens=False), len(request.tokens))
         return json_response({"prompt": text})
-
-    return routes
 
 
 def _model(state: ServerState, name: str, length: int | None) -> dict[str, Any]:

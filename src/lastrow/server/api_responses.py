@@ -309,9 +309,7 @@ def _call(item_id: str, call_id: str, name: str, arguments: str) -> dict[str, An
     }
 
 
-def router(state: ServerState) -> APIRouter:
-    routes = APIRouter()
-
+def add_routes(routes: APIRouter, state: ServerState) -> None:
     @routes.post("/v1/responses")
     async def responses(request: ResponsesRequest, http: Request) -> Response:
         state.check(request)
@@ -320,6 +318,4 @@ def router(state: ServerState) -> APIRouter:
         run = ResponsesRun(state, request, await prepare_chat(state, chat, lambda: ChatRun(state, chat)))
         if request.stream:
             return EventStream(run.events(), end=b"")
-        return json_response(await while_connected(http, run.answer()))
-
-    return routes
+        return json_response(await while_connected(http.receive, run.answer()))

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
@@ -16,7 +15,7 @@ import lastrow
 from lastrow.server import api_cache, api_chat, api_completions, api_misc, api_responses, decisions
 from lastrow.server.async_engine import EngineDeadError
 from lastrow.server.http import ClientGone, Gate, error_response
-from lastrow.server.protocol import what_is_wrong
+from lastrow.server.json_route import JsonRoute
 from lastrow.server.state import ApiError, ServerState, as_api_error
 
 logger = logging.getLogger("lastrow.server")
@@ -38,9 +37,13 @@ def create_app(state: ServerState, exit_server: Callable[[], None] = lambda: Non
         starting.cancel()
         await state.engine.stop()
 
-    app = FastAPI(title="lastrow", version=lastrow.__version__, lifespan=lifespan)
-    for part in (api_chat, api_completions, api_responses, decisions, api_cache, api_misc):
-        app.include_router(part.router(state))
+    # Without telemetry, which variables of the environment would turn on (and which asks for them three times a request).
+    app = FastAPI(
+        title="lastrow", version=lastrow.__version__, lifespan=lifespan, telemetry={"tracing": False, "metrics": False, "logs": False}
+    )
+    app.router.route_class = JsonRoute
+    for part in (api_completions, api_chat, api_responses, decisions, api_cache, api_misc):
+        part.add_routes(app.router, state)  # not include_router: FastAPI would look for a route twice, and in every part
     app.add_middleware(Gate, api_keys=state.settings.api_key, max_body_bytes=state.settings.max_body_bytes)
     _add_handlers(app, state)
     return app
@@ -63,11 +66,6 @@ def _add_handlers(app: FastAPI, state: ServerState) -> None:
     @app.exception_handler(EngineDeadError)
     async def _(_: Request, error: EngineDeadError) -> Response:
         return answer(as_api_error(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def _(_: Request, error: RequestValidationError) -> Response:
-        message, name = what_is_wrong(error.errors())
-        return answer(ApiError(400, message, param=name))
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> Response:

@@ -188,6 +188,7 @@ class AsyncEngine:
                     raise RequestRejected(str(failed.stop_reason))
                 yield outputs
         finally:
+            request.error = None  # raised, it holds this frame: in a cycle it would keep the prompt until garbage is collected
             if self._open.pop(add.request_id, None) is not None and self.death is None:
                 self._send(wire.Abort([add.request_id]))
 
@@ -208,6 +209,8 @@ class AsyncEngine:
                     raise request.error
             return [request.outputs for request in opened.values()]
         finally:
+            for request in opened.values():
+                request.error = None  # as in `generate`
             left = [name for name in opened if self._open.pop(name, None) is not None]
             if left and self.death is None:
                 self._send(wire.Abort(left))

@@ -289,13 +289,12 @@ def _need_count(name: str, count: int) -> None:
         raise DecisionError(f"{name} has {count} entries: 1 to {MAX_ITEMS} are needed")
 
 
-def router(state: ServerState) -> APIRouter:
-    routes = APIRouter()
+def add_routes(routes: APIRouter, state: ServerState) -> None:
     service = DecisionService(state)
 
     async def answer(http: Request, request: Any, work: Callable[..., Coroutine[Any, Any, Any]], **more: Any) -> Response:
         state.check(request)
-        return json_response(await while_connected(http, work(service, request, **more)))
+        return json_response(await while_connected(http.receive, work(service, request, **more)))
 
     @routes.post("/v1/decisions")
     async def _(request: DecisionRequest, http: Request) -> Response:
@@ -319,5 +318,3 @@ def router(state: ServerState) -> APIRouter:
     @routes.post("/v2/rerank")
     async def _(request: RerankRequest, http: Request) -> Response:
         return await answer(http, request, rerank)
-
-    return routes

@@ -4,7 +4,6 @@ Text (detokenization, stop strings, parsing) is made by the server, so nothing a
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from lastrow.engine.output_processor import RequestGroup
 from lastrow.models.config import ConfigError
 from lastrow.server import wire
 from lastrow.server.channel import Channel
+from lastrow.server.garbage import settle
 from lastrow.server.heap import keep_freed_memory
 
 logger = logging.getLogger("lastrow.engine")
@@ -174,7 +174,7 @@ class EngineLoop:
             self.engine.add_request(
                 add.request_id, add.prompt_token_ids, add.params, priority=add.priority, arrival_time=add.arrival_time,
                 cache_salt=add.cache_salt, stream=True, prompt_rows=add.prompt_rows, label_token_ids=add.label_token_ids,
-                fork_of=add.fork_of, fork_num_tokens=add.fork_num_tokens,
+                fork_of=add.fork_of, fork_num_tokens=add.fork_num_tokens, is_kept=True,
             )  # fmt: skip
         except ValueError as error:
             self.engine.abort(add.request_id)
@@ -294,8 +294,7 @@ def _build(config: EngineConfig) -> LLMEngine:
     while engine.has_unfinished_requests:
         engine.step()
     engine.scheduler.kv.reset_prefix_cache()
-    gc.collect()
-    gc.freeze()  # weights and libraries stay; looking through them again would stop a step for tens of milliseconds
+    settle()
     return engine
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,26 +37,28 @@ def event(value: Any, name: str | None = None) -> bytes:
     return (b"" if name is None else b"event: " + name.encode() + b"\n") + b"data: " + encode_json(value) + b"\n\n"
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes. Raises ClientGone then."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(request.receive))
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes. Raises ClientGone then. It runs in the caller's task, as with
+    asyncio.timeout: a task of its own for every request would cost more than watching for the client."""
+    task, gone = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher, others = asyncio.create_task(watch()), task.cancelling()
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.uncancel() <= others:
+            raise ClientGone from None
+        raise
     finally:
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
-                with suppress(asyncio.CancelledError):
-                    await each
-
-
-async def _until_gone(receive: Callable[[], Awaitable[Message]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watcher.cancel()
 
 
 class EventStream(Response):
@@ -71,18 +72,8 @@ class EventStream(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.ensure_future(self._run(scope, receive, send))
-        gone = asyncio.ensure_future(_until_gone(receive))
-        try:
-            await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
-            if sender.done():
-                sender.result()
-        finally:
-            for each in (sender, gone):
-                if not each.done():
-                    each.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await each
+        with suppress(ClientGone):
+            await while_connected(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -94,11 +85,11 @@ class EventStream(Response):
                         started = True
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except Exception as error:
-                told = as_api_error(error)
+                # Under no other name than `error`, which Python forgets: an error that its own frame holds keeps the request with it.
                 if not started:
-                    await error_response(told)(scope, receive, send)
+                    await error_response(as_api_error(error))(scope, receive, send)
                     return
-                await send({"type": "http.response.body", "body": event(told.body()), "more_body": True})
+                await send({"type": "http.response.body", "body": event(as_api_error(error).body()), "more_body": True})
         if not started:
             await send(_start())
         await send({"type": "http.response.body", "body": self._end, "more_body": False})
@@ -110,7 +101,7 @@ def _start() -> Message:
 
 
 class Gate:
-    """Before every endpoint: API key, body size and type."""
+    """Before every endpoint: API key and body size."""
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], max_body_bytes: int) -> None:
         self.app = app
@@ -130,10 +121,6 @@ class Gate:
         if length.isdigit() and int(length) > self._max:
             await error_response(self._too_large())(scope, receive, send)
             return
-        if scope["method"] == "POST":
-            # Every body is JSON here, also that of a `curl -d` without a header.
-            kept = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
-            scope = {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
         await self._counted(scope, receive, send)
 
     def _knows(self, headers: dict[bytes, bytes]) -> bool:

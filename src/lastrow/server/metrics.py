@@ -90,9 +90,10 @@ class ServerMetrics:
         disable_created_metrics()
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(self))
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests.")
-        self._cached_tokens = self._counter("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        # Children with the model's name, once: looking one up costs as much as counting.
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests.").labels(model_name)
+        self._cached_tokens = self._counter("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache.").labels(model_name)
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.").labels(model_name)
         self._success = self._counter("vllm:request_success", "Finished requests by reason.", "finished_reason")
         self._refused = self._counter("lastrow:requests_refused", "Requests refused, by HTTP status.", "status")
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
@@ -107,37 +108,35 @@ class ServerMetrics:
         return Counter(name, text, ["model_name", *labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+        return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(self.model_name)
 
     def take_stats(self, stats: wire.Stats) -> None:
         self.stats = stats
-        observe = self._iteration.labels(self.model_name).observe
         for tokens in stats.step_tokens:
-            observe(tokens)
+            self._iteration.observe(tokens)
 
     def request_started(self, num_prompt_tokens: int) -> None:
-        self._prompt_tokens.labels(self.model_name).inc(num_prompt_tokens)
+        self._prompt_tokens.inc(num_prompt_tokens)
 
     def request_refused(self, status: int) -> None:
         self._refused.labels(self.model_name, str(status)).inc()
 
     def request_finished(self, reason: str, num_tokens: int, num_cached_tokens: int, timings: wire.Timings | None) -> None:
         """One completion has ended, or was left by its client (reason abort)."""
-        model = self.model_name
-        self._success.labels(model, reason).inc()
-        self._generation_tokens.labels(model).inc(num_tokens)
-        self._cached_tokens.labels(model).inc(num_cached_tokens)
+        self._success.labels(self.model_name, reason).inc()
+        self._generation_tokens.inc(num_tokens)
+        self._cached_tokens.inc(num_cached_tokens)
         if timings is None or timings.scheduled is None:
             return
-        self._queue.labels(model).observe(max(0.0, timings.scheduled - timings.arrival))
+        self._queue.observe(max(0.0, timings.scheduled - timings.arrival))
         if timings.first_token is None or timings.last_token is None:
             return
-        self._ttft.labels(model).observe(timings.first_token - timings.arrival)
-        self._prefill.labels(model).observe(timings.first_token - timings.scheduled)
-        self._decode.labels(model).observe(timings.last_token - timings.first_token)
-        self._e2e.labels(model).observe(timings.last_token - timings.arrival)
+        self._ttft.observe(timings.first_token - timings.arrival)
+        self._prefill.observe(timings.first_token - timings.scheduled)
+        self._decode.observe(timings.last_token - timings.first_token)
+        self._e2e.observe(timings.last_token - timings.arrival)
         if num_tokens > 1:
-            self._itl.labels(model).observe((timings.last_token - timings.first_token) / (num_tokens - 1))
+            self._itl.observe((timings.last_token - timings.first_token) / (num_tokens - 1))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

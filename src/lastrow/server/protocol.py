@@ -30,18 +30,19 @@ def _unicode(text: str) -> str:
 # What goes to the engine process in a message: integers of 64 bits, texts that are Unicode.
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Text = Annotated[str, AfterValidator(_unicode)]
+# Long lists. Only the first mistake is told; to find every one took 3 s for 400,000 ids and a text, of everybody's time.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 def what_is_wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """(message, field) of a validation's errors: the first one, and where a field may hold several kinds, what each of them is."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return f"the body is no JSON: {first['ctx']['error']} at character {place[0]}", None
+    place = [str(part) for part in first["loc"]]
     if not place:
         return "the body is empty or holds no JSON object", None
     name = _field(place)
-    messages = [str(e["msg"]) for e in errors if _field([str(part) for part in e["loc"] if part != "body"]) == name]
+    messages = [str(e["msg"]) for e in errors if _field([str(part) for part in e["loc"]]) == name]
     return f"{name}: {' / '.join(dict.fromkeys(messages))}", name
 
 
@@ -96,15 +97,15 @@ class SamplingFields(Request):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: Text | list[Text] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
     bad_words: list[Text] | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     min_tokens: Int64 | None = None
     max_tokens: Int64 | None = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1)
@@ -178,7 +179,7 @@ def _response_format(value: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True)]
     suffix: str | None = None
     best_of: int | None = None
     logprobs: int | None = None
@@ -264,4 +265,4 @@ class TokenizeRequest(Request):
 
 class DetokenizeRequest(Request):
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import ipaddress
 import logging
 import signal
@@ -11,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import uvicorn
 
@@ -19,6 +19,7 @@ from lastrow.models.config import from_file
 from lastrow.models.shapes import named_shape
 from lastrow.server.app import create_app
 from lastrow.server.async_engine import AsyncEngine
+from lastrow.server.garbage import settle
 from lastrow.server.state import ServerSettings, ServerState
 from lastrow.tokenizer import Tokenizer
 from lastrow.weights.resolve import resolve_model
@@ -92,11 +93,11 @@ def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int
             timeout_graceful_shutdown=listen.shutdown_timeout, timeout_keep_alive=75,
             # not uvloop where it is installed: it makes the engine's pipe non-blocking, and a message that finds it full is lost
             loop="asyncio",
+            http="lastrow.server.http_parser:HttpProtocol" if find_spec("httptools") else "h11",
         )
     )  # fmt: skip
     server.state = state
-    gc.collect()
-    gc.freeze()  # as in the engine's process: no stream waits while the libraries are looked through
+    settle()
     try:
         server.run()
     finally:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import numpy as np
 
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.structured_output import GrammarBackend
@@ -166,8 +169,11 @@ class ServerState:
         return [*bos, *ids[len(ids) - keep + len(bos) :]]
 
     def check_ids(self, name: str, ids: Any) -> None:
-        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
+        if not ids:
             return
+        with suppress(OverflowError):  # as C ints in a third of the time that min and max take
+            if np.frombuffer(array("I", ids), np.uint32).max() < self.vocab_size:
+                return
         wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
         raise ApiError(400, f"{name} holds {wrong}: token ids from 0 to {self.vocab_size - 1} are needed", param=name)
 
@@ -187,11 +193,11 @@ class ServerState:
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[list[wire.Output]]:
-        """Outputs of all n completions, which the reader puts into `choices`. Raises ApiError. Leaving early aborts."""
+        """Outputs of all n completions, which the reader puts into `choices`, for what has passed check_params. Raises ApiError. Leaving
+        early aborts."""
         began = time.monotonic()
         rejected = False
         try:
-            self.check_params(prompt_ids, params)
             self.metrics.request_started(len(prompt_ids))
             add = wire.Add(request_id, prompt_ids, params, began, priority or 0, cache_salt)
             async with aclosing(self.engine.generate(add, params.n)) as steps:
