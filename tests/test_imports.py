@@ -62,7 +62,6 @@ ONLY_IN: dict[str, set[str]] = {
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},
-    "httptools": {"server"},
     "pydantic": {"server"},
     "prometheus_client": {"server"},
     "zmq": {"server"},

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import uvicorn
 
@@ -93,7 +92,8 @@ def serve(config: EngineConfig, settings: ServerSettings, listen: Listen) -> int
             timeout_graceful_shutdown=listen.shutdown_timeout, timeout_keep_alive=75,
             # not uvloop where it is installed: it makes the engine's pipe non-blocking, and a message that finds it full is lost
             loop="asyncio",
-            http="lastrow.server.http_parser:HttpProtocol" if find_spec("httptools") else "h11",
+            # not httptools where it is installed: it drops the body of a request that offers HTTP/2 and reads heads without end
+            http="h11",
         )
     )  # fmt: skip
     server.state = state
