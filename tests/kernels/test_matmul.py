@@ -62,7 +62,9 @@ def test_fused_geglu_at_real_size(intermediate):
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(64, 96), (65, 96), (64, 3072)])
-def test_few_rows_on_a_cpu_are_the_same_product(rows, shape):
+@pytest.mark.parametrize("amd", [True, False])
+def test_few_rows_on_a_cpu_are_the_same_product(monkeypatch, rows, shape, amd):
+    monkeypatch.setattr(matmul, "is_amd", lambda: amd)
     x, w = torch.randn(rows, shape[1]), torch.randn(shape)
     got = matmul.reference(x, w)
     assert got.is_contiguous()  # the sampler writes into logits by flat index
