@@ -58,6 +58,34 @@ def test_greedy_tokens_equal_the_reference_batched_and_chunked(llm: LLM, by_task
         assert output.outputs[0].text == llm.get_tokenizer().decode(row["output_ids"])
 
 
+def test_a_step_starts_while_other_prompts_are_prepared(monkeypatch: pytest.MonkeyPatch, by_task: dict[str, list[dict[str, Any]]]) -> None:
+    """As on a card, where a step stays in flight: the first one has LAUNCH_TOKENS tokens, no prompt's last one, and comes once the prompts
+    that are left are worth it."""
+    monkeypatch.setattr("lastrow.engine.llm.LAUNCH_TOKENS", 128)
+    llm = LLM("tiny-e", max_num_batched_tokens=1024, enable_prefix_caching=False)
+    llm.engine.depth = 1
+    rows = sorted((row for rows in by_task.values() for row in rows), key=lambda row: len(row["prompt_ids"]))[:20]
+    waiting, first = 0, 0
+    while waiting < 128:
+        waiting += len(rows[first]["prompt_ids"]) - 1
+        first += 1
+    schedule, seen = llm.engine.scheduler.schedule, []
+
+    def watched(*args: Any) -> Any:
+        step = schedule(*args)
+        seen.append((step.total_num_scheduled_tokens, len(llm.engine.scheduler.requests), any(part.sample for part in step.scheduled)))
+        return step
+
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", watched)
+    assert len(rows) - first >= 8
+    outputs = llm.generate([row["prompt_ids"] for row in rows], [greedy(row) for row in rows])
+    assert [out.outputs[0].token_ids for out in outputs] == [row["output_ids"] for row in rows]
+    assert seen[0] == (128, first, False) and seen[1][1] == len(rows)
+    seen.clear()
+    llm.generate([row["prompt_ids"] for row in rows[: first + 7]], [greedy(row) for row in rows[: first + 7]])
+    assert seen[0][1] == first + 7, "with seven prompts left it does not pay"
+
+
 def test_a_pool_too_small_for_all_preempts_and_changes_nothing(by_task: dict[str, list[dict[str, Any]]]) -> None:
     rows = [*by_task["prose"][:4], *by_task["recite"][:4]]
     # a block of 16 tokens takes 8 KiB in the full group and 16 KiB in the sliding one: 39 of each, and the eight need about 80
