@@ -25,6 +25,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 8192, 65_536  # max_num_batched_tokens by device
 # max_prefill_tokens_while_decoding on a GPU: 35 ms of an H200 for E2B, so that 50 ms between two tokens hold at the 99th percentile
 GPU_MIXED_TOKENS = 16_384
+LOOKUP = (2, 5)  # tokens that n-gram drafts look up
 MAX_DRAFTS = 16  # a row of the target for every draft: more never pays
 SPECULATIVE_EXAMPLE = '{"model": "FOLDER", "num_speculative_tokens": 4} or {"method": "ngram", "num_speculative_tokens": 4}'
 
@@ -39,7 +40,8 @@ class SpeculativeConfig:
     """What proposes drafts, with vLLM's names. Raises ConfigError on construction.
 
     model: folder, hub id or tiny-e-assistant of a Gemma 4 assistant (method "assistant"; vLLM's word "mtp" means the same). Method "ngram"
-    needs no model: it looks up the last prompt_lookup_min to prompt_lookup_max tokens earlier in the text. num_speculative_tokens: most
+    needs no model: it looks up the last prompt_lookup_min to prompt_lookup_max tokens earlier in the text (2 to 5; where one is given, the
+    other moves as far as it must). num_speculative_tokens: most
     drafts of one step (None: the assistant's own advice, else 4). adaptive: ask for fewer, or for none, where drafts are rejected.
 
     For measuring costs without a checkpoint, with load_format dummy: model "dummy" makes random weights of the published shape, and
@@ -48,8 +50,8 @@ class SpeculativeConfig:
     method: str | None = None
     model: str | None = None
     num_speculative_tokens: int | None = None
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 5
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
     adaptive: bool = True
     simulated_acceptance: float | None = None
 
@@ -70,13 +72,21 @@ class SpeculativeConfig:
         rate = self.simulated_acceptance
         if rate is not None and not (_is_number(rate) and 0.0 <= rate <= 1.0):
             raise ConfigError(f"speculative_config.simulated_acceptance is {rate!r}: a probability from 0 to 1 is needed")
-        if not (_is_count(self.prompt_lookup_min) and _is_count(self.prompt_lookup_max)):
-            raise ConfigError("speculative_config.prompt_lookup_min and prompt_lookup_max: positive integers are needed")
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ConfigError(
-                f"speculative_config.prompt_lookup_min is {self.prompt_lookup_min}: "
-                f"at most prompt_lookup_max={self.prompt_lookup_max} is needed"
-            )
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            value = getattr(self, name)
+            if value is not None and self.method != "ngram":
+                raise ConfigError(f"speculative_config.{name} is {value!r}: only method 'ngram' looks anything up; leave it out")
+            if value is not None and not _is_count(value):
+                raise ConfigError(f"speculative_config.{name} is {value!r}: a positive integer is needed")
+        least, most = self.prompt_lookup
+        if least > most:
+            raise ConfigError(f"speculative_config.prompt_lookup_min is {least}: at most prompt_lookup_max={most} is needed")
+
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """prompt_lookup_min and prompt_lookup_max, the missing ones filled in."""
+        least = self.prompt_lookup_min or min(LOOKUP[0], self.prompt_lookup_max or LOOKUP[1])
+        return least, self.prompt_lookup_max or max(LOOKUP[1], least)
 
     @classmethod
     def of(cls, value: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:

@@ -192,7 +192,9 @@ def test_ngram_index_finds_what_the_rule_says(tokens: list[int], shortest: int, 
         ('{"method": "ngram", "model": "x"}', "method 'ngram' has no model"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens is 0: 1 to 16"),
         ('{"method": "ngram", "tokens": 3}', "tokens is not known: one of method, model"),
-        ('{"method": "ngram", "prompt_lookup_min": 6}', "prompt_lookup_min is 6: at most prompt_lookup_max=5"),
+        ('{"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 5}', "prompt_lookup_min is 6: at most prompt_lookup_max=5"),
+        ('{"method": "ngram", "prompt_lookup_max": 0}', "prompt_lookup_max is 0: a positive integer"),
+        ('{"model": "x", "prompt_lookup_max": 3}', "prompt_lookup_max is 3: only method 'ngram' looks anything up"),
         ('{"method": "ngram", "simulated_acceptance": 0.5}', "dummy or simulated drafts are for load_format=dummy"),
         ('{"model": "dummy"}', "dummy or simulated drafts are for load_format=dummy"),
         ('{"model": "x", "simulated_acceptance": 2}', "simulated_acceptance is 2: a probability"),
@@ -209,6 +211,15 @@ def test_speculative_config_refuses_in_one_line(given: str, message: str) -> Non
     with pytest.raises(ConfigError) as error:
         EngineConfig(speculative_config=given)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "lookup"),
+    [({}, (2, 5)), ({"prompt_lookup_max": 1}, (1, 1)), ({"prompt_lookup_max": 3}, (2, 3)), ({"prompt_lookup_min": 6}, (6, 6)),
+     ({"prompt_lookup_min": 3}, (3, 5)), ({"prompt_lookup_min": 4, "prompt_lookup_max": 9}, (4, 9))],
+)  # fmt: skip
+def test_a_missing_end_of_the_lookup_moves_with_the_given_one(given: dict[str, int], lookup: tuple[int, int]) -> None:
+    assert SpeculativeConfig(method="ngram", **given).prompt_lookup == lookup
 
 
 def test_speculative_config_takes_vllms_words() -> None:

@@ -184,7 +184,7 @@ def load_model(
 def make_speculator(config: SpeculativeConfig, model: Gemma4Model, runner: ModelRunner, binder: PoolBinder) -> Speculator:
     """The proposer that `config` asks for. Raises ConfigError or WeightsError where the assistant does not fit the model."""
     if config.model is None:
-        proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+        proposer = NgramProposer(*config.prompt_lookup)
     else:
         binder.assistant = load_assistant(config.model, model)
         proposer = AssistantProposer(binder.drafter(runner), runner.pool, runner.inputs.block_tables)
