@@ -7,11 +7,7 @@ import sys
 
 PROGRAM = """
 import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "triton":
-            raise ImportError("no triton here")
-sys.meta_path.insert(0, Absent())
+sys.modules["triton"] = None  # absent, also for those who only look whether it is there (torch with CUDA)
 import torch
 from lastrow.kernels import add_norm
 from lastrow.kernels.dispatch import ReferenceOps
