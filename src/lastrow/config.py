@@ -41,8 +41,8 @@ class SpeculativeConfig:
 
     model: folder, hub id or tiny-e-assistant of a Gemma 4 assistant (method "assistant"; vLLM's word "mtp" means the same). Method "ngram"
     needs no model: it looks up the last prompt_lookup_min to prompt_lookup_max tokens earlier in the text (2 to 5; where one is given, the
-    other moves as far as it must). num_speculative_tokens: most
-    drafts of one step (None: the assistant's own advice, else 4). adaptive: ask for fewer, or for none, where drafts are rejected.
+    other moves as far as it must). num_speculative_tokens: most drafts of one step (None: the assistant's own advice, else 4). adaptive:
+    ask for fewer, or for none, where drafts are rejected.
 
     For measuring costs without a checkpoint, with load_format dummy: model "dummy" makes random weights of the published shape, and
     simulated_acceptance keeps each draft with that probability. The tokens are then nobody's."""
@@ -143,7 +143,7 @@ class EngineConfig:
     )
     enforce_eager: bool = _flag(False, "no CUDA graphs")
     batch_invariant: bool | None = _flag(
-        None, "bit-identical results alone, in any batch and in any chunking; default: on with drafts in bfloat16 on a GPU, else off"
+        None, "bit-identical results alone, in any batch and in any chunking; default: on with drafts in bfloat16, else off"
     )
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = _flag(  # noqa: RUF009  the default is None
         None, f"drafts, as JSON: {SPECULATIVE_EXAMPLE}"

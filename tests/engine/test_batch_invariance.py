@@ -73,7 +73,7 @@ def test_the_start_up_test_finds_a_matmul_that_depends_on_the_batch():
         check_invariance(Sloppy(), model.weights, model.config)
 
 
-def test_it_is_on_with_drafts_in_bf16_on_a_card_unless_somebody_says_otherwise() -> None:
+def test_drafts_in_bf16_need_it_and_only_an_explicit_no_does_without() -> None:
     drafts: dict[str, Any] = {"speculative_config": {"method": "ngram"}}
 
     def chosen(shape: str, dtype: str = "bfloat16", device: str = "cuda", **options: Any) -> bool:
@@ -81,7 +81,10 @@ def test_it_is_on_with_drafts_in_bf16_on_a_card_unless_somebody_says_otherwise()
 
     assert chosen("e2b", **drafts) and chosen("e2b", batch_invariant=True)
     assert not chosen("e2b") and not chosen("e2b", batch_invariant=False, **drafts) and not chosen("e2b", "float32", **drafts)
-    assert not chosen("e2b", device="cpu", **drafts) and not chosen("e2b", backend="reference", **drafts)
-    assert not chosen("26b-a4b", **drafts), "experts have no fixed order, and drafts work without it"
+    cannot: list[dict[str, Any]] = [{"shape": "e2b", "device": "cpu"}, {"shape": "e2b", "backend": "reference"}, {"shape": "26b-a4b"}]
+    for case in cannot:
+        with pytest.raises(ConfigError, match=r"speculative_config: in bfloat16 .*--no-batch-invariant"):
+            chosen(**case, **drafts)
+        assert not chosen(**case, **drafts, batch_invariant=False) and not chosen(**case, **drafts, dtype="float32")
     with pytest.raises(ConfigError, match="batch_invariant: the experts"):
         chosen("26b-a4b", batch_invariant=True)

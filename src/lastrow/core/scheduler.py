@@ -155,7 +155,8 @@ class Scheduler:
         holds_back: leave the last token of every prompt that is admitted to the step after this one. Its row is the only one that
         the layers behind the cut compute, so a step of such prompts is none for them. Forks wait, too, where other requests can go
         on: a step without them copies no blocks, and later they come together."""
-        step = _Step(min(max_tokens or self.config.max_num_batched_tokens, self.config.max_num_batched_tokens), self.config.prefill_limit)
+        most = self.config.max_num_batched_tokens
+        step = _Step(most if max_tokens is None else min(max_tokens, most), self.config.prefill_limit)
         step.holds_back = step.holds_forks = holds_back and self.config.enable_chunked_prefill
         self._schedule_running(step)
         if not step.stuck and not step.preempted:

@@ -140,15 +140,23 @@ def choose_dtype(name: str, device: torch.device) -> str:
 
 
 def sums_in_fixed_order(config: EngineConfig, shape: Gemma4Config, dtype: str, device: torch.device) -> bool:
-    """batch_invariant where the user did not say: on with drafts in bfloat16 on a GPU, because a verified row is one of several and must
-    get the token that it would get alone. In float32 the order of a sum moves a logit by a millionth, and no answer of 480 parted; there
-    a fixed order would cost a CPU more than drafts bring. Raises ConfigError where it is asked for and the model cannot."""
+    """batch_invariant where the user did not say: on with drafts in bfloat16, because a verified row is one of several and must get the
+    token that it would get alone. In float32 the order of a sum moves a logit by a millionth, and no answer of 480 parted; there a fixed
+    order would cost a CPU more than drafts bring. Raises ConfigError where it is needed and cannot be had."""
     if config.batch_invariant and shape.is_moe:
         raise ConfigError("batch_invariant: the experts of a mixture are not computed in a fixed order; run without it")
-    if config.batch_invariant is None:
-        kernels = device.type == "cuda" and config.backend != "reference"  # elsewhere bf16 matmuls of no library keep an order
-        return config.speculative is not None and dtype == "bfloat16" and kernels and not shape.is_moe
-    return config.batch_invariant
+    if config.batch_invariant is not None:
+        return config.batch_invariant
+    if config.speculative is None or dtype == "float32":
+        return False
+    kernels = device.type == "cuda" and config.backend != "reference"  # no library's bf16 matmuls keep an order by themselves
+    if shape.is_moe or not kernels:
+        what = "a mixture of experts" if shape.is_moe else f"the reference backend on {device.type}"
+        raise ConfigError(
+            f"speculative_config: in bfloat16 {what} rounds a verified row otherwise than one alone, and answers may part from plain "
+            "decoding's; use dtype float32, or accept it with batch_invariant=False (--no-batch-invariant)"
+        )
+    return True
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> Ops:

@@ -268,9 +268,10 @@ def write_record(report: dict[str, Any], folder: Path) -> Path:
         f"speculative-{machine(env)}", "Speculative decoding of one stream, simulated acceptance", summary, env, report["rows"], absent
     )
     record.sections = [
-        ("Arms", f"* `{PLAIN}`: an engine without drafts and the default options\n* `{NULL}`: the null arm\n* `K drafts, P`: K drafts a "
-         "step, each standing with probability P while those before it stand; drafts and the default options, so with batch_invariant\n"
-         f"* `K drafts, P{FAST}`: the same with the fast kernels, whose greedy answers may part from plain decoding's"),
+        ("Arms", f"* `{PLAIN}`: an engine without drafts and the default options\n* `{NULL}`: the null arm\n"
+         "* `K drafts, P`: K drafts a step, each standing with probability P while those before it stand; the default options, which with "
+         f"drafts on a GPU are batch_invariant\n* `K drafts, P{FAST}`: the same with the fast kernels, whose greedy answers may part from "
+         "plain decoding's"),
         ("Costs of single steps", _steps(report)),
         ("One stream", _streams(report)),
     ]  # fmt: skip

@@ -91,7 +91,7 @@ def split_config(weight_rows: int, k: int, geglu: bool = False, rows: int = MAX_
     if not step:
         raise ValueError(f"a weight has {k} columns: the Triton kernels need a multiple of 16")
     n = 64 if weight_rows >= 64 else 16
-    if whole and not geglu:  # few programs, so each of them has as many bytes in flight as fit
+    if whole:  # few programs, so each of them has as many bytes in flight as fit
         return SplitConfig(n, 256, 1, 4) if rows <= 32 and k % 256 == 0 else SplitConfig(n, step, 1, 6)
     tiles, steps = cdiv(weight_rows, n), k // step
     long, many = k >= LONG_K, rows > 32

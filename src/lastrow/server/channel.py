@@ -18,7 +18,7 @@ _LENGTH = struct.Struct("!Q")
 class Channel:
     """Bytes in order. What the pipe has room for is written by the sender, at once; the rest by a thread: a full pipe holds up the other
     side's reader, never the sender. With the thread for every message each one waited for Python's lock, which a busy sender keeps for
-    5 ms at a time: requests of 256 clients reached the engine after 24 ms in the median.
+    5 ms at a time (docs/server.md: what 256 clients saw).
 
     connection: of a duplex Pipe; it is closed, the channel has its own descriptor. One thread sends. The peer's end shows as EOFError in
     `receive`; what is sent after it is dropped."""
