@@ -13,8 +13,8 @@ CAPS = pytest.mark.parametrize("cap", [30.0, None])
 
 
 def case(device, dtype, rows=3, vocab=301, hidden=192):
-    if device == "cuda":
-        rows, vocab, hidden = 70, 50_001, 1536
+    if device == "cuda":  # exact fp32 products take 140 times the shared memory accesses: racecheck was at one of them for minutes
+        rows, vocab, hidden = (20, 10_001, 192) if dtype is torch.float32 else (70, 50_001, 1536)
     # logits up to about 40, so that the cap of 30 bends them
     return randn(rows, hidden, dtype=dtype, device=device), randn(vocab, hidden, dtype=dtype, device=device, scale=10 / hidden**0.5)
 
