@@ -83,7 +83,7 @@ def main() -> None:
             return None
 
         cases = [(rows, tile) for rows in (1, 5, 16, 64) for tile in TILES]
-        with ThreadPoolExecutor(16) as threads:
+        with ThreadPoolExecutor(16, initializer=torch.cuda.set_device, initargs=(0,)) as threads:
             failed = dict(zip(cases, threads.map(compiled, cases), strict=True))
         torch.cuda.synchronize()
         for rows in (1, 5, 16, 64):
