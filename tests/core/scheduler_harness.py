@@ -56,11 +56,13 @@ class FakeRunner:
         self.config, self.rng, self.num_drafts = config, rng, num_drafts
         self.memory: dict[tuple[int, int, int], int] = {}
         self.tokens: dict[Request, list[int]] = {}
+        self.drafts: dict[Request, list[int]] = {}
         self.rows_seen: dict[Request, set[int]] = {}
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         result = ModelRunnerOutput()
-        plans = [(part, self._hashes(part)) for part in step.scheduled]
+        parts = [self._placed(part) if part.follows else part for part in step.scheduled]
+        plans = [(part, self._hashes(part)) for part in parts]
         # The two halves may be two forwards or one: decode parts must be right before the others have run, and after.
         self._forward(plans[: step.num_decodes])
         self._forward(plans[step.num_decodes :])
@@ -68,6 +70,15 @@ class FakeRunner:
             self._check_reads(part, hashes)
             self._head(part, hashes, result)
         return result
+
+    def _placed(self, part: ScheduledRequest) -> ScheduledRequest:
+        """A part that follows drafts in flight, where it really is."""
+        request, count = part.request, len(part.draft_token_ids)
+        assert part.sample and part.num_tokens == 1 + count and list(part.rows) == list(range(part.start, part.end))
+        assert set(request.token_ids(part.start, part.end)) == {-1}, "the host cannot know these tokens"
+        start = len(self.tokens[request]) - 1
+        assert start <= part.start, "the part begins behind its last possible position"
+        return part._replace(start=start, rows=range(start, start + 1 + count), draft_token_ids=self.drafts[request][:count])
 
     def _hashes(self, part: ScheduledRequest) -> list[int]:
         request = part.request
@@ -136,7 +147,7 @@ class FakeRunner:
             for _ in range(self.rng.randint(0, self.num_drafts)):
                 right = next_token(history_hashes(request.cache_salt, tokens + draft)[-1])
                 draft.append(right if self.rng.random() < 0.6 else self.rng.randrange(VOCAB))
-            result.draft_token_ids[name] = draft
+            result.draft_token_ids[name] = self.drafts[request] = draft
 
 
 class Harness:
@@ -150,6 +161,8 @@ class Harness:
         self.scheduler = Scheduler(config, self.manager)
         self.runner = FakeRunner(kv, random.Random(seed), num_drafts)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.coming: deque[dict[str, list[int]]] = deque()
+        self.num_followed = 0
         self.outputs: dict[Request, list[int]] = {}
         self.rows: dict[Request, dict[int, float]] = {}
         self.finished: dict[Request, FinishReason] = {}
@@ -208,13 +221,29 @@ class Harness:
         elif holds_back:
             others = [p for p in parts[step.num_decodes :] if p.request not in running_at_first]
             assert not any(p.sample and p.num_tokens > 1 for p in others), "the last token of a prompt was not held back"
+        ends = [(p.end, p.request.num_prompt_tokens + self.config.max_output_tokens(p.request)) for p in parts if p.request.samples]
+        assert all(end < most for end, most in ends), "a token is computed that nobody can get"
+        self.num_followed += sum(part.follows for part in parts)
         if parts:
             self.in_flight.append((step, self.runner.execute(step)))
+            self._expect_drafts(*self.in_flight[-1])
         self.check()
         return step
 
+    def _expect_drafts(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """What an engine does whose drafter works on the device, where no sampling needs the host."""
+        sampled = [part.request for part in step.scheduled if part.sample and part.request.request_id in result.draft_token_ids]
+        coming = {}
+        if self.depth and not any(request.sampling_params.needs_output_history for request in sampled):
+            coming = {r.request_id: [-1] * len(result.draft_token_ids[r.request_id]) for r in sampled}
+        self.scheduler.expect_drafts(coming)
+        self.coming.append(coming)
+
     def deliver(self) -> list[EngineCoreOutput]:
-        outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
+        step, result = self.in_flight.popleft()
+        for name, drafts in self.coming.popleft().items():
+            drafts[:] = result.draft_token_ids[name][: len(drafts)]
+        outputs = self.scheduler.update_from_output(step, result)
         for output in outputs:
             request = output.request
             assert request not in self.finished, "output after the end"

@@ -178,3 +178,21 @@ def test_random_walks_with_full_queues_read_only_right_blocks_and_end(seed: int)
             else:
                 harness.step(holds_back=event > 0.85)
         harness.drain()
+
+
+def test_drafts_that_follow_each_other_read_only_right_blocks_and_end() -> None:
+    """Steps in flight whose lengths only the device knows, in pools that run out."""
+    rng = random.Random(3)
+    followed = 0
+    for _ in range(150):
+        harness = random_harness(rng)
+        harness.depth, harness.runner.num_drafts = rng.choice([1, 2]), rng.choice([1, 3, 6])
+        for _ in range(25):
+            for _ in range(rng.choice([0, 0, 0, 0, 0, 3])):
+                add(rng, harness)
+            if rng.random() < 0.05 and harness.scheduler.requests:
+                end(rng, harness)
+            harness.step()
+        harness.drain()
+        followed += harness.num_followed
+    assert followed > 300

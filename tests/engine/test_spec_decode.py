@@ -55,8 +55,8 @@ class StubAssistant:
 def speculating(right: float = 0.7, most: int = 4, adaptive: bool = False, **options) -> tuple[LLMEngine, StubAssistant]:
     engine = stub_engine(**options)
     assistant = StubAssistant(engine.runner.model, right)
-    proposer = AssistantProposer(assistant, None, engine.runner.inputs.block_tables)
-    engine.runner.speculator = Speculator(proposer, most, adaptive)
+    proposer = AssistantProposer(assistant, None, engine.runner.inputs)
+    engine.runner.speculator = Speculator(proposer, most, engine.runner.inputs, adaptive)
     return engine, assistant
 
 
@@ -159,7 +159,7 @@ def test_random_mixes_give_the_tokens_and_logprobs_of_plain_decoding(seed: int, 
     }  # fmt: skip
     engine, _ = speculating(rng.choice([0.5, 0.9]), rng.randint(1, 6), rng.random() < 0.5, **options)
     if proposer == "ngram":
-        engine.runner.speculator = Speculator(NgramProposer(1, 3), 4, rng.random() < 0.5)
+        engine.runner.speculator = Speculator(NgramProposer(1, 3), 4, engine.runner.inputs, rng.random() < 0.5)
     together = run(engine, requests, rng=rng)
     assert tokens(together) == tokens(alone)
     for i, completions in alone.items():
@@ -180,6 +180,65 @@ def test_aborts_leave_nothing_behind_and_the_others_alone(async_scheduling: bool
     assert outputs[1] == plain[1] and outputs[2] == plain[2]
     engine.step()
     assert not engine.runner.speculator._lengths
+
+
+def watched(engine: LLMEngine) -> list[list[bool]]:
+    """Per step from now on, which of its parts follow drafts that the host has not seen."""
+    steps, execute = [], engine.runner.execute
+
+    def run_step(out):
+        steps.append([part.follows for part in out.scheduled])
+        return execute(out)
+
+    engine.runner.execute = run_step
+    return steps
+
+
+@pytest.mark.parametrize("right", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_verification_is_launched_before_the_host_has_the_one_before(right: float, adaptive: bool) -> None:
+    """Long enough for the window to pass many times behind every number of drafts that stand."""
+    requests = [(prompt, replace(GREEDY, max_tokens=50)) for prompt in ([3, 4, 5], [9] * 11, [7])]
+    plain = tokens(run(stub_engine(), requests))
+    engine, assistant = speculating(right, most=5, adaptive=adaptive, async_scheduling=True)
+    steps = watched(engine)
+    assert tokens(run(engine, requests)) == plain
+    texts = [prompt + plain[i][0] for i, (prompt, _) in enumerate(requests)]
+    assert all(any(read == text[: len(read)] for text in texts) for read in assistant.read)
+    followed = sum(all(parts) for parts in steps if parts)
+    assert followed > (0.25 if adaptive and right < 0.5 else 0.6) * len(steps), "the host was waited for"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_traffic_that_follows_drafts_gives_the_tokens_of_plain_decoding(seed: int) -> None:
+    """Arrivals, ends by stop token, text and length, aborts, small pools: every step that can follow does."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, VOCAB) for _ in range(24)]
+    requests = []
+    for _ in range(12):
+        prompt = shared[: rng.choice([0, 8, 24])] + [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 9))]
+        stop = rng.choice([None, ["ab"], ["c"]])
+        requests.append((prompt, replace(GREEDY, max_tokens=rng.randint(1, 30), ignore_eos=rng.random() < 0.5, stop=stop)))
+    alone = run(stub_engine(), requests)
+    options = {"full_blocks": rng.choice([26, 64]), "sliding_blocks": rng.choice([20, 64]), "max_num_batched_tokens": rng.choice([9, 40])}
+    engine, _ = speculating(rng.choice([0.5, 0.9]), rng.randint(1, 6), rng.random() < 0.5, async_scheduling=True, **options)
+    steps = watched(engine)
+    victims = {rng.randint(3, 12): rng.randrange(12) for _ in range(2)}
+    together = run(engine, requests, abort=victims, rng=rng)
+    assert any(map(any, steps))
+    for i in set(alone) - set(victims.values()):
+        got, expected = together[i][0], alone[i][0]
+        assert (got.token_ids, got.text, got.finish_reason) == (expected.token_ids, expected.text, expected.finish_reason)
+    assert not engine.runner.speculator._lengths
+
+
+def test_what_the_host_must_see_first_is_waited_for() -> None:
+    """A penalty, a number to draw, a grammar: the next token needs more than the device has."""
+    engine, _ = speculating(0.9, async_scheduling=True)
+    steps = watched(engine)
+    requests = [([3, 4, 5], GREEDY), ([6, 7], replace(GREEDY, presence_penalty=0.5)), ([8], replace(GREEDY, temperature=0.7, seed=1))]
+    assert tokens(run(engine, requests)) == tokens(run(stub_engine(), requests))
+    assert not any(map(any, steps))
 
 
 def test_preempted_requests_draft_again() -> None:
@@ -216,8 +275,9 @@ def test_drafting_switches_off_where_it_does_not_pay_and_steps_overlap_again() -
     check_idle(engine)
 
 
-def test_simulated_acceptance_keeps_the_share_of_drafts_that_it_says() -> None:
-    engine, _ = speculating(0.0, most=3)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_simulated_acceptance_keeps_the_share_of_drafts_that_it_says(async_scheduling: bool) -> None:
+    engine, _ = speculating(0.0, most=3, async_scheduling=async_scheduling)
     engine.runner.speculator.simulated_acceptance = 0.6
     outputs = run(engine, [([3 + i, 4, 5], replace(GREEDY, max_tokens=50)) for i in range(8)])
     assert all(len(completions[0].token_ids) == 50 for completions in outputs.values())

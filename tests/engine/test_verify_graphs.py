@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lastrow.core.scheduler import Scheduler, SchedulerConfig
 from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets, attention_tile_rows
 from lastrow.engine.engine import LLMEngine
 from lastrow.engine.model_runner import ModelRunner
+from lastrow.engine.proposers import AssistantProposer
 from lastrow.engine.spec_decode import Speculator
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kernels.triton_ops import TritonOps
@@ -48,22 +50,40 @@ class Oracle:
     def drop_pool(self) -> None: ...
 
 
+class Bigrams:
+    """An assistant that says on the device what followed each token in `answers`, and something else now and then."""
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.following = torch.arange(97, dtype=torch.int32)
+        for answer in answers:
+            for token, after in pairwise(answer):
+                self.following[token] = after
+
+    def draft(self, token_ids, hidden, rows, pool, num_tokens: int) -> torch.Tensor:
+        drafts = [self.following[token_ids.long()]]
+        for _ in range(num_tokens - 1):
+            drafts.append(self.following[drafts[-1].long()])
+        drafts[-1] = torch.where(rows.positions % 3 == 0, drafts[-1] ^ 1, drafts[-1])
+        return torch.stack(drafts, 1)
+
+
 def itself(forward):
     return forward
 
 
-def engine(ops, graphs: bool, answers: list[list[int]] | None = None) -> LLMEngine:
+def engine(ops, graphs: bool, answers: list[list[int]] | None = None, verifies: bool | None = None) -> LLMEngine:
+    """answers: what an Oracle drafts from; verifies: captured for drafts (None: where there are some)."""
     m = model(ops, "cpu", torch.float32)
     pool = KVPool(TINY, KVBudget(BLOCKS, BLOCKS, BLOCK), "auto", torch.float32, torch.device("cpu"))
     runner = ModelRunner(m, pool, vocab_size=97, max_num_seqs=SEQUENCES, max_model_len=64, block_size=BLOCK)
     if graphs:
         runner.inputs.use_tiles(attention_tile_rows(m, pool))
         rows = (1, 8) if m.ops.name == "triton" else (1, 4, 16)
-        made = CUDAGraphs(m, pool, runner.inputs, GraphBuckets((16, 64), rows, (64,), (64,)), answers is not None, itself)
+        made = CUDAGraphs(m, pool, runner.inputs, GraphBuckets((16, 64), rows, (64,), (64,)), answers is not None or bool(verifies), itself)
         made.warm_up()
         runner.use_graphs(made)
     if answers is not None:
-        runner.speculator = Speculator(Oracle(answers), DRAFTS, adaptive=False)
+        runner.speculator = Speculator(Oracle(answers), DRAFTS, runner.inputs, adaptive=False)
     blocks = KVCacheConfig(BLOCK, BLOCKS, BLOCKS, TINY.sliding_window)
     scheduler = Scheduler(SchedulerConfig(SEQUENCES, 64, 64), KVCacheManager(blocks, True))
     return LLMEngine(scheduler, runner, vocab_size=97)
@@ -96,6 +116,26 @@ def test_decodes_and_verified_drafts_through_graphs_give_the_tokens_of_eager_ste
         assert stats.eager == 0 and stats.graphs == stats.steps and not graphs.misses
         if drafts:
             assert e.runner.speculator.stats.num_accepted_tokens and stats.steps < tokens + len(prompts)
+
+
+@pytest.mark.parametrize("backend, verifies", [("reference", True), ("triton", True), ("triton", False)])
+def test_verifications_that_follow_each_other_through_graphs_give_the_tokens_of_eager_steps(backend: str, verifies: bool) -> None:
+    """Graphs that were not captured for drafts have none that knows such a step's rows: it runs eagerly."""
+    rng = random.Random(0)
+    lengths, tokens = ((21, 5, 14), 16) if backend == "reference" else ((5, 3), 7)
+    prompts = [[rng.randrange(97) for _ in range(n)] for n in lengths]
+    expected = answers_of(engine(ReferenceOps(), graphs=False), prompts, tokens)
+    ops = ReferenceOps() if backend == "reference" else TritonOps(device="cpu", dtype=torch.float32)
+    e = engine(ops, graphs=True, verifies=verifies)
+    e.depth = 1
+    proposer = AssistantProposer(Bigrams(expected), e.runner.pool, e.runner.inputs)
+    e.runner.speculator = Speculator(proposer, DRAFTS, e.runner.inputs, adaptive=False)
+    follows, execute = [], e.runner.execute
+    e.runner.execute = lambda out: follows.append([part.follows for part in out.scheduled]) or execute(out)
+    assert answers_of(e, prompts, tokens) == expected
+    stats = e.runner.stats
+    assert e.runner.speculator.stats.num_accepted_tokens and sum(map(any, follows)) >= 2
+    assert stats.eager == 0 if verifies else stats.eager > 0
 
 
 def test_drafts_are_verified_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

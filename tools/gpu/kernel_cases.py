@@ -157,7 +157,7 @@ def _token_fields(device: str) -> None:
 
     for lists in (0, 2):
         parts, tables, out = ints(token_fields.PART_FIELDS + lists, 3), ints(2, 65, 128), ints(token_fields.TOKEN_FIELDS, 2048)
-        token_fields.triton(ints(2048), parts, ints(64), tables, ints(65), 64, out, ints(lists), ints(lists, 128 * lists, 5))
+        token_fields.triton(ints(2048), parts, ints(64), tables, ints(65), ints(65, 17), 64, out, ints(lists), ints(lists, 128 * lists, 5))
 
 
 def _centroid_head(device: str) -> None:

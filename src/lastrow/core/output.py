@@ -24,7 +24,9 @@ class ScheduledRequest(NamedTuple):
     copies: (group, source block, destination block, tokens) to copy after each layer's K/V store: a fork's last partial block.
     No source is another copy's destination in the same step.
     draft_token_ids: proposed tokens at positions start+1 .. start+num_tokens-1, for which every row is wanted; the step yields
-    the accepted ones and one more. `Request.token_ids` gives -1 there."""
+    the accepted ones and one more. `Request.token_ids` gives -1 there.
+    follows: drafts of the request are in flight, and where the part begins depends on how many of them stand. Only the device knows: start
+    and rows are the last positions that are possible, and the drafts are those of `Request.coming_drafts`."""
 
     request: Request
     start: int
@@ -34,6 +36,7 @@ class ScheduledRequest(NamedTuple):
     block_ids: tuple[list[int], list[int]]
     copies: Sequence[tuple[int, int, int, int]] = ()
     draft_token_ids: Sequence[int] = ()
+    follows: bool = False
 
     @property
     def end(self) -> int:

@@ -42,6 +42,8 @@ class Request:
     num_computed_tokens: tokens whose K/V is in the pool or is being written by a step that has been scheduled.
     num_inflight_tokens: output tokens that a scheduled step will produce and whose values the host has not seen yet.
     draft_token_ids: proposals for the tokens after the last known one, checked by the next part.
+    coming_drafts: stand-ins for the proposals that the sampled part in flight makes on the device, -1 each, and when the host has read them
+    the proposals themselves: the same list, which the next part may carry before that. None: there are none.
     block_hashes: prefix hashes of the known tokens' whole blocks, extended by the KV cache manager as needed.
     arrival_index: order among equal arrival times, given by the scheduler.
     prompt_buffer: prompt_token_ids as C ints, which copy into a step's inputs without a loop."""
@@ -65,6 +67,7 @@ class Request:
     num_inflight_tokens: int = 0
     num_preemptions: int = 0
     draft_token_ids: list[int] = field(default_factory=lambda: [])
+    coming_drafts: list[int] | None = None
     block_hashes: list[bytes] = field(default_factory=lambda: [])
     arrival_index: int = 0
     metrics: RequestMetrics = field(init=False)

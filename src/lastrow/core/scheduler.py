@@ -1,7 +1,8 @@
 """Who runs in the next step: continuous batching, chunked prefill, priorities, preemption by recompute, forks.
 
 `schedule()` may be called again before the results of earlier steps have arrived: it counts what those steps will have computed
-(num_computed_tokens) and sampled (num_inflight_tokens), and the next decode part then carries token id -1."""
+(num_computed_tokens) and sampled (num_inflight_tokens), and the next decode part then carries token id -1. Where the part in flight
+verifies drafts, it counts them as if all stood, until the results say how many did (`ScheduledRequest.follows`)."""
 
 from __future__ import annotations
 
@@ -52,6 +53,7 @@ class Scheduler:
         self._forked: dict[str, Request] = {}
         self._finished_ids: list[str] = []
         self._unread: set[Request] = set()  # all computed by steps scheduled so far, nothing held, results to come
+        self._follows = False
         self._num_added = 0
         self._last_step = (0, 0)
 
@@ -158,6 +160,7 @@ class Scheduler:
         most = self.config.max_num_batched_tokens
         step = _Step(most if max_tokens is None else min(max_tokens, most), self.config.prefill_limit)
         step.holds_back = step.holds_forks = holds_back and self.config.enable_chunked_prefill
+        self._follows = self.drafts_follow
         self._schedule_running(step)
         if not step.stuck and not step.preempted:
             self._schedule_waiting(step)
@@ -188,8 +191,28 @@ class Scheduler:
             self.kv.free(request)
             self._finished_ids.append(request.request_id)
 
+    def expect_drafts(self, coming: dict[str, list[int]]) -> None:
+        """What the step scheduled last proposes on the device for the next one, by request id: see `Request.coming_drafts`."""
+        for request_id, drafts in coming.items():
+            self.requests[request_id].coming_drafts = drafts
+
+    @property
+    def drafts_follow(self) -> bool:
+        """Whether the next step may go on behind drafts that the host has not seen: where every running request can join it, because
+        otherwise the model would run once for some of them and once for the others, and nobody has a prompt to compute."""
+        return not self.waiting and all(
+            request.coming_drafts is not None
+            or (request.num_inflight_tokens == 0 and request.num_tokens - request.num_computed_tokens == 1)
+            for request in self.running
+        )
+
     def _num_to_compute(self, request: Request) -> tuple[int, int]:
         """(tokens, of which drafts) a running request could compute now; (0, 0) while it must wait for tokens in flight."""
+        if request.coming_drafts is not None and request.num_inflight_tokens:
+            in_flight = 1 + request.num_computed_tokens - request.num_known_tokens  # tokens that the part in flight may bring
+            left = self.config.max_output_tokens(request) - len(request.output_token_ids) - in_flight
+            drafts = min(len(request.coming_drafts), left - 1)
+            return (1 + drafts, drafts) if self._follows and drafts >= 0 else (0, 0)
         tokens = max(0, request.num_tokens - request.num_computed_tokens)
         if not request.samples or tokens == 0:
             return tokens, 0
@@ -223,7 +246,14 @@ class Scheduler:
                 # Going on with later requests would only let them take what this one waits for.
                 step.stuck = True
                 return
-            self._add_part(request, fit, step, request.draft_token_ids[: max(0, fit - 1)] if drafts else [])
+            self._add_part(request, fit, step, self._take_drafts(request, fit - 1) if drafts else [])
+
+    @staticmethod
+    def _take_drafts(request: Request, most: int) -> list[int]:
+        if request.coming_drafts is None:
+            return request.draft_token_ids[:most]
+        del request.coming_drafts[most:]
+        return request.coming_drafts
 
     def _make_room(self, request: Request, step: _Step) -> bool:
         """Frees blocks for a running request: those kept for forks that have not started, else those of the last request after
@@ -243,7 +273,7 @@ class Scheduler:
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.draft_token_ids = []
+        request.draft_token_ids, request.coming_drafts = [], None
         request.num_preemptions += 1
         request.metrics.num_preemptions += 1
         self.counters.preemptions += 1
@@ -297,11 +327,12 @@ class Scheduler:
         if request.prompt_rows:
             rows += request.prompt_rows[bisect_left(request.prompt_rows, start) : bisect_left(request.prompt_rows, end)]
         if sample:
-            rows += range(max(known - 1, rows[-1] + 1) if rows else known - 1, end)
-        part = ScheduledRequest(request, start, num_tokens, rows, sample, self.kv.block_ids(request), copies, drafts or ())
+            rows += range(max(known - 1, rows[-1] + 1) if rows else max(known - 1, start), end)
+        follows = request.coming_drafts is not None
+        part = ScheduledRequest(request, start, num_tokens, rows, sample, self.kv.block_ids(request), copies, drafts or (), follows)
         request.num_computed_tokens = end
         request.num_inflight_tokens += sample
-        request.draft_token_ids = []
+        request.draft_token_ids, request.coming_drafts = [], None
         request.metrics.rows_given += num_tokens
         request.metrics.rows_computed += len(rows)
         step.budget -= num_tokens
@@ -392,7 +423,8 @@ class Scheduler:
         self.counters.generated_tokens += len(output.new_token_ids)
         logprobs = result.logprobs.get(request.request_id)
         output.new_logprobs = None if logprobs is None else logprobs[: len(output.new_token_ids)]
-        request.draft_token_ids = result.draft_token_ids.get(request.request_id, [])
+        if request.num_inflight_tokens == 0:  # else the next part is under way, with these drafts or without
+            request.draft_token_ids, request.coming_drafts = result.draft_token_ids.get(request.request_id, []), None
 
     def _check_stop(self, request: Request, token: int, output: EngineCoreOutput) -> None:
         count = len(request.output_token_ids)

@@ -195,8 +195,8 @@ def make_speculator(config: SpeculativeConfig, model: Gemma4Model, runner: Model
         proposer = NgramProposer(*config.prompt_lookup)
     else:
         binder.assistant = load_assistant(config.model, model)
-        proposer = AssistantProposer(binder.drafter(runner), runner.pool, runner.inputs.block_tables)
-    return Speculator(proposer, binder.drafts, config.adaptive, config.simulated_acceptance)
+        proposer = AssistantProposer(binder.drafter(runner), runner.pool, runner.inputs)
+    return Speculator(proposer, binder.drafts, runner.inputs, config.adaptive, config.simulated_acceptance)
 
 
 def most_drafts(config: SpeculativeConfig | None) -> int:

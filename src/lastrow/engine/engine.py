@@ -335,9 +335,10 @@ class LLMEngine:
 
     @property
     def _steps_in_flight(self) -> int:
-        """Steps that may stay unread: none while drafts are wanted, because they continue tokens that the host must know."""
+        """Steps that may stay unread: none while drafts are wanted that the next step cannot find on the device."""
         speculator = self.runner.speculator
-        return 0 if speculator is not None and speculator.is_drafting else self.depth
+        waits = speculator is not None and speculator.is_drafting and not self.scheduler.drafts_follow
+        return 0 if waits else self.depth
 
     @_one_at_a_time
     def launch_ahead(self, behind: int = 0, max_tokens: int | None = None) -> SchedulerOutput | None:
@@ -353,6 +354,8 @@ class LLMEngine:
         handle = self.runner.execute(scheduled)
         if scheduled.is_empty:
             return False
+        if handle.proposals is not None:
+            self.scheduler.expect_drafts(handle.proposals.coming)
         self._in_flight.append((scheduled, handle))
         self._idle_steps = 0
         return True

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from lastrow.core.limits import MAX_DRAFTS
 from lastrow.core.output import ScheduledRequest, SchedulerOutput
 from lastrow.core.request import Request
 from lastrow.engine.block_copies import block_copies
@@ -75,7 +76,8 @@ class StepInputs:
     slots [S]: runner slot of each part (host). row_start: index of each part's first row among the R wanted rows. num_tokens,
     num_rows: T and R, padding not counted. sample_rows [n] int64: those of the R rows that are sampled, None when all are;
     sample_slots [n] int32: their slots; sample_parts: for each, its index in `parts`; sample_positions [n]: absolute positions of
-    those rows (host). batch: the tensors of the parts that run eagerly, None where everything is captured."""
+    those rows (host), of parts that follow drafts in flight the last that are possible. batch: the tensors of the parts that run eagerly,
+    None where everything is captured."""
 
     parts: list[ScheduledRequest]
     slots: np.ndarray
@@ -106,8 +108,10 @@ class InputBatch:
 
     block_tables: (full, sliding), each [max_num_seqs + 1, columns] int32 on the device, at one address for good; the last row is
     all null blocks, for padding rows. last_sampled [max_num_seqs + 1] int32 on the device: what each slot's request sampled last,
-    the source of ids the host has not seen yet. attention_plans: before and behind the cut, see `QueryRows.plan`. router: where
-    graphs are captured, what chooses them. tile_rows: rows per tile of the tiled attention's tile lists (`use_tiles`)."""
+    the source of ids the host has not seen yet. coming [max_num_seqs + 1, 1 + MAX_DRAFTS] int32 on the device: that token's position
+    and the drafts behind it, for parts that follow drafts in flight. attention_plans: before and behind the cut, see
+    `QueryRows.plan`. router: where graphs are captured, what chooses them. tile_rows: rows per tile of the tiled attention's tile
+    lists (`use_tiles`)."""
 
     def __init__(
         self,
@@ -132,6 +136,7 @@ class InputBatch:
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.null_slot = max_num_seqs
         self.last_sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=self.device)
+        self.coming = torch.zeros(max_num_seqs + 1, 1 + MAX_DRAFTS, dtype=torch.int32, device=self.device)
         self.router: Router | None = None
         self.use_tiles(())
         self.attention_plans = attention_plans
@@ -179,6 +184,8 @@ class InputBatch:
             is_decode = out.num_decodes == len(parts)
             shape = StepShape(plan.num_tokens, len(parts), plan.num_rows, max(plan.kv_lens), is_decode, max(map(len, copies)))
             route = self.router.route(shape)
+            if plan.follows and not route.is_whole:  # the host's positions of the wanted rows are not theirs
+                route = EAGER
         if not route.is_whole or self.attention_plans[0] == "tiled":
             split = num_split_sequences(plan.q_lens, out.num_decodes, self.attention_plans[0]) if route.before is None else 0
             plan.tile_ends = [plan.ends_of_tiles(rows, split) for rows in self.tile_rows]
@@ -231,7 +238,8 @@ class InputBatch:
         fields = self._staging.begin(layout | others, end)
         _token_ids(parts, plan.first, fields.pop("ids"))
         table = fields.pop("parts").reshape(self.part_fields, -1)
-        table[:PART_FIELDS, : len(parts)] = plan.first[:-1], plan.starts, plan.slots, known, begin
+        starts = [-1 if part.follows else part.start for part in parts] if plan.follows else plan.starts
+        table[:PART_FIELDS, : len(parts)] = plan.first[:-1], starts, plan.slots, known, begin
         table[:PART_FIELDS, len(parts) :] = np.array(self.padding_part(plan.num_tokens, len(new_blocks) // 2), np.int32)[:, None]
         for first_tile, ends in zip(table[PART_FIELDS:], plan.tile_ends, strict=False):
             first_tile[0], first_tile[1 : len(ends) + 1], first_tile[len(ends) + 1 :] = 0, ends, ends[-1]
@@ -253,8 +261,9 @@ class InputBatch:
         before anything else of it. See kernels/token_fields.py."""
         parts = t["parts"].view(self.part_fields, -1)
         self.ops.token_fields(
-            t["ids"], parts, new_blocks, self._tables, self.last_sampled, self.block_size, out, self._tile_rows[: tiles.shape[0]], tiles
-        )
+            t["ids"], parts, new_blocks, self._tables, self.last_sampled, self.coming, self.block_size, out,
+            self._tile_rows[: tiles.shape[0]], tiles,
+        )  # fmt: skip
 
     def padding_part(self, tokens: int = 0, new_blocks: int = 0) -> tuple[int, ...]:
         """What stands in `parts` behind the last part of a step with so many tokens and new blocks."""
@@ -274,13 +283,13 @@ class InputBatch:
         copies = (full, sliding)
         if not plan.num_rows:
             return ForwardBatch(t["ids"], rows, (slots[0], slots[1]), copies=copies)
-        wanted = None
+        wanted, take = None, t["logits_indices"].view(torch.int64)
         if route.behind is None:
             wanted = QueryRows(
-                t["row_positions"], t["row_seqs"], self.block_tables, plan.row_lens, plan.row_kv_lens, plan.num_single,
-                plan=self.attention_plans[1],
+                positions[take] if plan.follows else t["row_positions"], t["row_seqs"], self.block_tables, plan.row_lens,
+                plan.row_kv_lens, plan.num_single, plan=self.attention_plans[1],
             )  # fmt: skip
-        return ForwardBatch(t["ids"], rows, (slots[0], slots[1]), t["logits_indices"].view(torch.int64), wanted, copies)
+        return ForwardBatch(t["ids"], rows, (slots[0], slots[1]), take, wanted, copies)
 
     def _new_blocks(self, parts: Sequence[ScheduledRequest], slots: list[int]) -> tuple[list[int], list[int], np.ndarray]:
         """The block table entries that each request got since its last part: for each part how many there were before and how many of
@@ -306,17 +315,26 @@ class InputBatch:
         """Remember on the device what these slots sampled: slots [n] int32, token_ids [n]."""
         self.last_sampled[slots] = token_ids.to(torch.int32)
 
+    def keep_drafts(self, slots: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, drafts: torch.Tensor) -> None:
+        """Remember on the device the newest tokens [n] of slots [n], their positions [n] and the drafts behind them [n, K]: all that a step
+        needs which follows before the host has seen them."""
+        self.last_sampled[slots] = token_ids
+        self.coming[slots, 0] = positions
+        self.coming[slots, 1 : 1 + drafts.shape[1]] = drafts.to(torch.int32)
+
 
 class _StepPlan:
     """What a step's parts say, in numbers on the host. Of the S parts: q_lens, kv_lens; starts: position of the first token; first
     [S + 1]: where its tokens begin among the T; slots [S] int32; row_start: where its rows begin among the R. Of the parts with wanted
     rows: row_lens, row_kv_lens; num_single: how many of them, at the front, have one row. Of the rows: row_parts [R]: index of the part,
-    row_positions [R] int32. sample_rows [n] int64 into the rows. tile_ends: `ends_of_tiles` of each list that the step reads."""
+    row_positions [R] int32. sample_rows [n] int64 into the rows. tile_ends: `ends_of_tiles` of each list that the step reads. follows: a
+    part follows drafts in flight, and its positions and lengths here are the largest possible."""
 
     def __init__(self, parts: Sequence[ScheduledRequest], slots: list[int]) -> None:
         self.slots = np.array(slots, np.int32)
         self.q_lens = tuple([part.num_tokens for part in parts])
         self.starts = [part.start for part in parts]
+        self.follows = any(part.follows for part in parts)
         self.first = [0, *accumulate(self.q_lens)]
         self.num_tokens = self.first[-1]
         self.kv_lens = tuple(map(add, self.starts, self.q_lens))
@@ -368,7 +386,7 @@ def _row_order(out: SchedulerOutput) -> list[ScheduledRequest]:
 
 
 def _token_ids(parts: Sequence[ScheduledRequest], bounds: Sequence[int], out: np.ndarray) -> None:
-    """Input ids of every part, which begin at `bounds`; -1 where only the device knows."""
+    """Input ids of every part, which begin at `bounds`; where only the device knows: -1, and -2 - i for draft i."""
     singles: list[int] = []
     for i, part in enumerate(parts):
         request, start = part.request, part.start
@@ -384,7 +402,8 @@ def _token_ids(parts: Sequence[ScheduledRequest], bounds: Sequence[int], out: np
             continue
         out[bounds[i] : bounds[i + 1]] = request.token_ids(start, part.end)
         if part.draft_token_ids:
-            out[bounds[i + 1] - len(part.draft_token_ids) : bounds[i + 1]] = part.draft_token_ids
+            drafts = range(-2, -2 - len(part.draft_token_ids), -1) if part.follows else part.draft_token_ids
+            out[bounds[i + 1] - len(part.draft_token_ids) : bounds[i + 1]] = drafts
     out[: len(singles)] = singles
 
 

@@ -172,7 +172,8 @@ class ModelRunner:
             self._score(step, hidden, handle)
             if self.speculator is not None and handle.sampled is not None:
                 handle.sampled = self.speculator.simulate(step, handle.sampled)
-                handle.proposals = self.speculator.start(step, hidden, handle.sampled)
+                plain = self.relaxed is None and self.sampler.is_plain_greedy(step.slots[step.sample_parts])
+                handle.proposals = self.speculator.start(step, hidden, handle.sampled, may_follow=plain)
         return self._send(handle)
 
     def use_graphs(self, graphs: GraphRunner) -> None:

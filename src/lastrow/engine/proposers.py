@@ -11,6 +11,7 @@ import torch
 
 from lastrow.core.output import ScheduledRequest
 from lastrow.core.request import Request
+from lastrow.engine.inputs import InputBatch
 from lastrow.engine.transfer import upload
 from lastrow.kernels.rows import QueryRows
 from lastrow.kv.pool import KVPool
@@ -19,7 +20,8 @@ from lastrow.kv.pool import KVPool
 @dataclass(slots=True)
 class DraftRows:
     """The S sampled requests of one step. For each: the drafts the step verified, its runner slot, the index of its first sampled row,
-    that row's position, 1 + the last position the step wrote, and how many drafts it wants next (0: none)."""
+    that row's position, 1 + the last position the step wrote, and how many drafts it wants next (0: none). Of a part that follows drafts
+    in flight the position is -1 and the drafts stand-ins: the device has both."""
 
     requests: list[Request] = field(default_factory=list)
     drafts: list[Sequence[int]] = field(default_factory=list)
@@ -34,7 +36,7 @@ class DraftRows:
         self.drafts.append(part.draft_token_ids)
         self.slots.append(slot)
         self.first.append(first)
-        self.positions.append(position)
+        self.positions.append(-1 if part.follows else position)
         self.ends.append(part.end)
         self.lengths.append(length)
 
@@ -67,30 +69,38 @@ class Drafter(Protocol):
 
 
 class AssistantProposer:
-    """Drafts of a Gemma 4 assistant. block_tables: those of the runner, by slot."""
+    """Drafts of a Gemma 4 assistant, which stay in `inputs`, too, for a step that does not wait for the host to read them."""
 
     cost = 0.1
 
-    def __init__(self, assistant: Drafter, pool: KVPool, block_tables: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(self, assistant: Drafter, pool: KVPool, inputs: InputBatch) -> None:
         self.assistant: Any = assistant
         self.pool: Any = pool
-        self.block_tables = block_tables
+        self.inputs = inputs
 
     def start(self, rows: DraftRows, hidden: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor | None:
         most = max(rows.lengths)
         if not most:
             return None
         plan = upload(_verified(rows), sampled.device)
-        first, slots, positions, verified = plan[:, 0], plan[:, 1], plan[:, 2], plan[:, 3:]
+        first, slots, positions, count, verified = plan[:, 0], plan[:, 1], plan[:, 2], plan[:, 3], plan[:, 4:]
+        if min(rows.positions) < 0:
+            coming, follows = self.inputs.coming[slots].long(), positions < 0
+            positions = torch.where(follows, coming[:, 0], positions)
+            wide = torch.arange(verified.shape[1], device=plan.device) < count[:, None]
+            verified = torch.where(follows[:, None] & wide, coming[:, 1 : 1 + verified.shape[1]], verified)
         # the row that stands last: every draft before it is what the target sampled there
         behind = (first[:, None] + torch.arange(verified.shape[1], device=plan.device)).clamp_max(len(sampled) - 1)
         stood = (sampled[behind] == verified).to(torch.int64).cumprod(1).sum(1)
         last = first + stood
         query = QueryRows(
-            (positions + stood).to(torch.int32), slots.to(torch.int32), self.block_tables, (1,) * len(rows.requests), tuple(rows.ends),
-            len(rows.requests),
+            (positions + stood).to(torch.int32), slots.to(torch.int32), self.inputs.block_tables, (1,) * len(rows.requests),
+            tuple(rows.ends), len(rows.requests),
         )  # fmt: skip
-        return self.assistant.draft(sampled[last].to(torch.int32), hidden[last], query, self.pool, most)
+        newest = sampled[last].to(torch.int32)
+        drafts = self.assistant.draft(newest, hidden[last], query, self.pool, most)
+        self.inputs.keep_drafts(slots, newest, query.positions + 1, drafts)
+        return drafts
 
     def finish(self, request: Request, new: list[int], made: list[int] | None, length: int) -> list[int]:
         return [] if made is None else made[:length]
@@ -107,12 +117,12 @@ class AssistantProposer:
 
 
 def _verified(rows: DraftRows) -> np.ndarray:
-    """[S, 3 + K] int64: first row, slot, position, then the drafts that were verified, -1 (no token) where there were fewer."""
+    """[S, 4 + K] int64: first row, slot, position, how many drafts were verified, then these, -1 (no token) where there were fewer."""
     most = max(map(len, rows.drafts))
-    plan = np.full((len(rows.requests), 3 + most), -1, np.int64)
-    plan[:, 0], plan[:, 1], plan[:, 2] = rows.first, rows.slots, rows.positions
+    plan = np.full((len(rows.requests), 4 + most), -1, np.int64)
+    plan[:, 0], plan[:, 1], plan[:, 2], plan[:, 3] = rows.first, rows.slots, rows.positions, list(map(len, rows.drafts))
     for i, drafts in enumerate(rows.drafts):
-        plan[i, 3 : 3 + len(drafts)] = drafts
+        plan[i, 4 : 4 + len(drafts)] = drafts
     return plan
 
 

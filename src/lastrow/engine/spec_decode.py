@@ -17,7 +17,7 @@ import torch
 
 from lastrow.core.request import Request
 from lastrow.core.stats import SpecDecodeStats
-from lastrow.engine.inputs import StepInputs
+from lastrow.engine.inputs import InputBatch, StepInputs
 from lastrow.engine.proposers import DraftRows, Proposer
 from lastrow.engine.sampling_state import Grammar
 from lastrow.engine.transfer import upload
@@ -133,11 +133,13 @@ class DraftLength:
 class PendingDrafts:
     """Drafts of one step on their way: `finish` gives the proposals for the tokens that stood.
 
-    tensor [S, K]: drafts made on the device, None where the proposer works on the host."""
+    tensor [S, K]: drafts made on the device, None where the proposer works on the host. coming: by request id, `Request.coming_drafts`
+    where the next step may verify them unread; empty where it may not."""
 
     speculator: Speculator
     rows: DraftRows
     tensor: torch.Tensor | None
+    coming: dict[str, list[int]]
 
     def finish(self, tokens: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """tokens: what stood of every request in the step. Counts it and returns the next drafts by request id."""
@@ -156,6 +158,8 @@ class PendingDrafts:
                     found = allowed_drafts(grammar, [*request.output_token_ids, *new], found)
                 if found:
                     proposals[request.request_id] = found
+                coming = self.coming.get(request.request_id, [])
+                coming[:] = found[: len(coming)]
         return proposals
 
 
@@ -166,9 +170,15 @@ class Speculator:
     simulated_acceptance: for measuring costs only, keep each draft with this probability, whatever the target says."""
 
     def __init__(
-        self, proposer: Proposer, num_speculative_tokens: int, adaptive: bool = True, simulated_acceptance: float | None = None
+        self,
+        proposer: Proposer,
+        num_speculative_tokens: int,
+        inputs: InputBatch,
+        adaptive: bool = True,
+        simulated_acceptance: float | None = None,
     ) -> None:
         self.proposer = proposer
+        self.inputs = inputs
         self.most = num_speculative_tokens
         self.adaptive = adaptive
         self.simulated_acceptance = simulated_acceptance
@@ -191,8 +201,9 @@ class Speculator:
         """Whether some running request asks for drafts now: then the next step needs this one's tokens on the host first."""
         return any(length.wanted(self._cost) for length in self._lengths.values())
 
-    def start(self, step: StepInputs, hidden: torch.Tensor, sampled: torch.Tensor) -> PendingDrafts | None:
-        """Behind a step's sampling: hidden [R, H] of its wanted rows, sampled [n] of its sampled rows. Does not wait for the device."""
+    def start(self, step: StepInputs, hidden: torch.Tensor, sampled: torch.Tensor, may_follow: bool = False) -> PendingDrafts | None:
+        """Behind a step's sampling: hidden [R, H] of its wanted rows, sampled [n] of its sampled rows. Does not wait for the device.
+        may_follow: whether the next step can sample without what the host learns of this one."""
         rows, first = DraftRows(), 0
         self._cost = cost_of_draft(self.proposer.cost, len(step.parts))
         while first < len(step.sample_parts):
@@ -206,20 +217,27 @@ class Speculator:
         if not rows.requests:
             return None
         hidden = hidden if step.sample_rows is None else hidden[step.sample_rows]
-        return PendingDrafts(self, rows, self.proposer.start(rows, hidden, sampled))
+        made = self.proposer.start(rows, hidden, sampled)
+        coming: dict[str, list[int]] = {}
+        if may_follow and made is not None:
+            coming = {request.request_id: [-1] * length for request, length in zip(rows.requests, rows.lengths, strict=True)}
+        return PendingDrafts(self, rows, made, coming)
 
     def simulate(self, step: StepInputs, sampled: torch.Tensor) -> torch.Tensor:
         """sampled [n] with drafts in the place of what the target sampled, each with probability simulated_acceptance (None: none)."""
-        rate, row, kept = self.simulated_acceptance, 0, dict[int, int]()
+        rate, row, kept = self.simulated_acceptance, 0, list[tuple[int, int, int, int]]()
         if rate is None:
             return sampled
         while row < len(step.sample_parts):
-            drafts = step.parts[step.sample_parts[row]].draft_token_ids
-            kept |= {row + i: draft for i, draft in enumerate(drafts) if self._coin.random() < rate}
+            part_index = step.sample_parts[row]
+            part, slot = step.parts[part_index], int(step.slots[part_index])
+            drafts = [-1] * len(part.draft_token_ids) if part.follows else part.draft_token_ids
+            kept += [(row + i, draft, slot, 1 + i) for i, draft in enumerate(drafts) if self._coin.random() < rate]
             row += 1 + len(drafts)
         if not kept:
             return sampled
-        index, value = upload(np.array([list(kept), list(kept.values())]), sampled.device)
+        index, value, slots, column = upload(np.array(kept).T, sampled.device)
+        value = torch.where(value < 0, self.inputs.coming[slots, column].long(), value)
         return sampled.index_copy(0, index, value.to(sampled.dtype))
 
     def count(self, request: Request, drafts: Sequence[int], tokens: Sequence[int]) -> None:

@@ -36,6 +36,7 @@ class Ops(Protocol):
         new_blocks: torch.Tensor,
         tables: torch.Tensor,
         last_sampled: torch.Tensor,
+        coming: torch.Tensor,
         block_size: int,
         out: torch.Tensor,
         tile_rows: torch.Tensor,

@@ -11,7 +11,8 @@ from lastrow.kernels._triton import cdiv, jit, tl
 
 PART_FIELDS = 5
 """Rows of `parts` before those of tile lists: index of the part's first token, that token's position, the part's slot, entries of the
-slot's block tables that earlier steps have written, and how many of the step's new entries come before the part's."""
+slot's block tables that earlier steps have written, and how many of the step's new entries come before the part's. A position of -1:
+the device knows it, from the step before."""
 TOKEN_FIELDS = 4
 """Rows of `out`: positions, seq_index, slots of the full and of the sliding group."""
 BLOCK = 128  # tokens, new entries or tiles of a program
@@ -23,6 +24,7 @@ def reference(
     new_blocks: torch.Tensor,
     tables: torch.Tensor,
     last_sampled: torch.Tensor,
+    coming: torch.Tensor,
     block_size: int,
     out: torch.Tensor,
     tile_rows: torch.Tensor,
@@ -30,8 +32,10 @@ def reference(
 ) -> None:
     """All int32.
 
-    ids [T]: -1 becomes what the token's slot sampled last (last_sampled [slots]). parts [PART_FIELDS + any, P]: no two of one slot. The
-    last one is none but says where tokens, new entries and tiles end, with the slot that padding reads; there may be more of its kind.
+    ids [T]: -1 becomes what the token's slot sampled last (last_sampled [slots]), -2 - i draft i of its slot. coming [slots, 1 + drafts]:
+    the position of that sampled token, which a part's -1 stands for, and the drafts behind it.
+    parts [PART_FIELDS + any, P]: no two of one slot. The last one is none but says where tokens, new entries and tiles end, with the
+    slot that padding reads; there may be more of its kind.
     new_blocks [2 * n and any more]: the n new entries of the full group's table, then those of the sliding one's, part after part. They
     are written to tables [2, slots, columns], indexed by position // block_size.
     out [TOKEN_FIELDS, T]: filled; slots are block * block_size + offset. Tokens behind the last part's are padding: id and position 0,
@@ -40,6 +44,7 @@ def reference(
     zeros, which are empty tiles. Row PART_FIELDS + l of parts: index of the part's first tile in list l; a part without tiles has that of
     the next one."""
     first, start, slot, known, begin = parts[:PART_FIELDS].long()
+    start = torch.where(start < 0, coming[slot, 0], start)
     entry = torch.arange(int(begin[-1]), device=ids.device)
     part = _part_of(entry, begin)
     tables[:, slot[part], known[part] + entry - begin[part]] = new_blocks[: 2 * len(entry)].view(2, -1)
@@ -49,7 +54,8 @@ def reference(
     positions = torch.where(is_real, start[part] + token - first[part], 0)
     out[0], out[1] = positions, seq
     out[2:] = torch.where(is_real, tables[:, seq, positions // block_size] * block_size + positions % block_size, -1)
-    ids.copy_(torch.where(is_real, torch.where(ids < 0, last_sampled[seq], ids), 0))
+    draft = coming[seq, (-1 - ids).clamp(0, coming.shape[1] - 1).long()]
+    ids.copy_(torch.where(is_real, torch.where(ids < -1, draft, torch.where(ids < 0, last_sampled[seq], ids)), 0))
     for rows_per_tile, first_tile, made in zip(tile_rows, parts[PART_FIELDS:].long(), tiles, strict=False):
         tile = torch.arange(made.shape[0], device=ids.device)
         part = _part_of(tile, first_tile)
@@ -95,8 +101,8 @@ def write_new_blocks(parts_ptr, new_ptr, tables_ptr, parts, steps, table_size, c
 
 @jit
 def make_tokens(
-    ids_ptr, parts_ptr, new_ptr, tables_ptr, last_sampled_ptr, out_ptr, tokens, parts, steps, out_stride, table_size, columns,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    ids_ptr, parts_ptr, new_ptr, tables_ptr, last_sampled_ptr, coming_ptr, out_ptr, tokens, parts, steps, out_stride, table_size, columns,
+    COMING: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A token whose block is new reads it where the host put it: another program may not have written it to the table yet."""
     known_ptr, begin_ptr = parts_ptr + 3 * parts, parts_ptr + 4 * parts
@@ -104,7 +110,8 @@ def make_tokens(
     stored, is_real = token < tokens, token < tl.load(parts_ptr + parts - 1)
     part = part_of(parts_ptr, token, parts, steps)
     slot, known = tl.load(parts_ptr + 2 * parts + part), tl.load(known_ptr + part)
-    position = tl.where(is_real, tl.load(parts_ptr + parts + part) + token - tl.load(parts_ptr + part), 0)
+    start = start_of(parts_ptr, coming_ptr, part, slot, parts, COMING)
+    position = tl.where(is_real, start + token - tl.load(parts_ptr + part), 0)
     entry, offset = position // BLOCK_SIZE, position % BLOCK_SIZE
     is_old, is_new = is_real & (entry < known), is_real & (entry >= known)
     old, new = tables_ptr + slot * columns + entry, new_ptr + tl.load(begin_ptr + part) + entry - known
@@ -116,11 +123,22 @@ def make_tokens(
     tl.store(out_ptr + 2 * out_stride + token, tl.where(is_real, full * BLOCK_SIZE + offset, -1), mask=stored)
     tl.store(out_ptr + 3 * out_stride + token, tl.where(is_real, sliding * BLOCK_SIZE + offset, -1), mask=stored)
     known_id = tl.load(ids_ptr + token, mask=stored & is_real, other=0)
-    tl.store(ids_ptr + token, tl.where(known_id < 0, tl.load(last_sampled_ptr + slot), known_id), mask=stored)
+    draft = tl.load(coming_ptr + slot * COMING - 1 - known_id, mask=known_id < -1, other=0)
+    known_id = tl.where(known_id == -1, tl.load(last_sampled_ptr + slot), known_id)
+    tl.store(ids_ptr + token, tl.where(known_id < -1, draft, known_id), mask=stored)
 
 
 @jit
-def make_tiles(parts_ptr, first_tile_ptr, out_ptr, rows_per_tile, tiles, parts, steps, BLOCK: tl.constexpr):
+def start_of(parts_ptr, coming_ptr, part, slot, parts, COMING: tl.constexpr):
+    """Position of the first token of each part."""
+    start = tl.load(parts_ptr + parts + part)
+    return tl.where(start < 0, tl.load(coming_ptr + slot * COMING), start)
+
+
+@jit
+def make_tiles(
+    parts_ptr, first_tile_ptr, coming_ptr, out_ptr, rows_per_tile, tiles, parts, steps, COMING: tl.constexpr, BLOCK: tl.constexpr
+):
     """One list, its programs the launch's first axis."""
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_real = tile < tl.load(first_tile_ptr + parts - 1)
@@ -128,32 +146,35 @@ def make_tiles(parts_ptr, first_tile_ptr, out_ptr, rows_per_tile, tiles, parts, 
     first = tl.load(parts_ptr + part)
     skipped = (tl.load(first_tile_ptr + part + 1, mask=is_real, other=0) - 1 - tile) * rows_per_tile
     rows = tl.minimum(tl.load(parts_ptr + part + 1, mask=is_real, other=0) - first - skipped, rows_per_tile)
-    position = tl.load(parts_ptr + parts + part) + skipped
+    slot = tl.load(parts_ptr + 2 * parts + part)
+    position = start_of(parts_ptr, coming_ptr, part, slot, parts, COMING) + skipped
     out_ptr += tile * 5
     stored = tile < tiles
     tl.store(out_ptr, tl.where(is_real, first + skipped, 0), mask=stored)
     tl.store(out_ptr + 1, tl.where(is_real, rows, 0), mask=stored)
-    tl.store(out_ptr + 2, tl.where(is_real, tl.load(parts_ptr + 2 * parts + part), 0), mask=stored)
+    tl.store(out_ptr + 2, tl.where(is_real, slot, 0), mask=stored)
     tl.store(out_ptr + 3, tl.where(is_real, position, 0), mask=stored)
     tl.store(out_ptr + 4, tl.where(is_real, position + rows - 1, 0), mask=stored)
 
 
 @jit(do_not_specialize=["tokens", "tiles", "parts", "steps", "out_stride"])
 def token_fields_kernel(
-    ids_ptr, parts_ptr, new_ptr, tables_ptr, last_sampled_ptr, out_ptr, tile_rows_ptr, tiles_ptr,
-    tokens, tiles, parts, steps, out_stride, table_size, columns, FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    ids_ptr, parts_ptr, new_ptr, tables_ptr, last_sampled_ptr, coming_ptr, out_ptr, tile_rows_ptr, tiles_ptr,
+    tokens, tiles, parts, steps, out_stride, table_size, columns,
+    FIELDS: tl.constexpr, COMING: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """program (BLOCK tokens, 0) or (BLOCK tiles, 1 + list)"""
     tile_list = tl.program_id(1) - 1
     if tile_list < 0:
         write_new_blocks(parts_ptr, new_ptr, tables_ptr, parts, steps, table_size, columns, BLOCK)
         make_tokens(
-            ids_ptr, parts_ptr, new_ptr, tables_ptr, last_sampled_ptr, out_ptr, tokens, parts, steps, out_stride, table_size, columns,
-            BLOCK_SIZE, BLOCK,
+            ids_ptr, parts_ptr, new_ptr, tables_ptr, last_sampled_ptr, coming_ptr, out_ptr, tokens, parts, steps, out_stride, table_size,
+            columns, COMING, BLOCK_SIZE, BLOCK,
         )  # fmt: skip
     else:
         rows_per_tile, first_tile_ptr = tl.load(tile_rows_ptr + tile_list), parts_ptr + (FIELDS + tile_list) * parts
-        make_tiles(parts_ptr, first_tile_ptr, tiles_ptr + tile_list * tiles * 5, rows_per_tile, tiles, parts, steps, BLOCK)
+        out_ptr = tiles_ptr + tile_list * tiles * 5
+        make_tiles(parts_ptr, first_tile_ptr, coming_ptr, out_ptr, rows_per_tile, tiles, parts, steps, COMING, BLOCK)
 
 
 def triton(
@@ -162,6 +183,7 @@ def triton(
     new_blocks: torch.Tensor,
     tables: torch.Tensor,
     last_sampled: torch.Tensor,
+    coming: torch.Tensor,
     block_size: int,
     out: torch.Tensor,
     tile_rows: torch.Tensor,
@@ -170,6 +192,6 @@ def triton(
     """`reference` in one launch. Kernels that load ahead of their predecessor's end must not follow it directly."""
     count, (_, slots, columns), (lists, most, _) = parts.shape[1], tables.shape, tiles.shape
     token_fields_kernel[(cdiv(max(ids.shape[0], most), BLOCK), 1 + lists)](
-        ids, parts, new_blocks, tables, last_sampled, out, tile_rows, tiles, ids.shape[0], most, count, (count - 1).bit_length(),
-        out.stride(0), slots * columns, columns, PART_FIELDS, block_size, BLOCK, num_warps=4,
+        ids, parts, new_blocks, tables, last_sampled, coming, out, tile_rows, tiles, ids.shape[0], most, count, (count - 1).bit_length(),
+        out.stride(0), slots * columns, columns, PART_FIELDS, coming.shape[1], block_size, BLOCK, num_warps=4,
     )  # fmt: skip
