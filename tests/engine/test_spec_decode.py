@@ -217,8 +217,13 @@ def test_traffic_that_follows_drafts_gives_the_tokens_of_plain_decoding(seed: in
     requests = []
     for _ in range(12):
         prompt = shared[: rng.choice([0, 8, 24])] + [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 9))]
-        stop = rng.choice([None, ["ab"], ["c"]])
-        requests.append((prompt, replace(GREEDY, max_tokens=rng.randint(1, 30), ignore_eos=rng.random() < 0.5, stop=stop)))
+        params = replace(GREEDY, max_tokens=rng.randint(1, 30), ignore_eos=rng.random() < 0.5, stop=rng.choice([None, ["ab"], ["c"]]))
+        if seed % 2:
+            temperature = rng.choice([0.0, 0.3, 1.0])
+            params = replace(
+                params, temperature=temperature, top_k=rng.choice([0, 5]), seed=rng.choice([None, 7]), logprobs=rng.choice([None, 2])
+            )
+        requests.append((prompt, params))
     alone = run(stub_engine(), requests)
     options = {"full_blocks": rng.choice([26, 64]), "sliding_blocks": rng.choice([20, 64]), "max_num_batched_tokens": rng.choice([9, 40])}
     engine, _ = speculating(rng.choice([0.5, 0.9]), rng.randint(1, 6), rng.random() < 0.5, async_scheduling=True, **options)
@@ -229,16 +234,18 @@ def test_traffic_that_follows_drafts_gives_the_tokens_of_plain_decoding(seed: in
     for i in set(alone) - set(victims.values()):
         got, expected = together[i][0], alone[i][0]
         assert (got.token_ids, got.text, got.finish_reason) == (expected.token_ids, expected.text, expected.finish_reason)
+        assert got.logprobs == expected.logprobs
     assert not engine.runner.speculator._lengths
 
 
 def test_what_the_host_must_see_first_is_waited_for() -> None:
-    """A penalty, a number to draw, a grammar: the next token needs more than the device has."""
-    engine, _ = speculating(0.9, async_scheduling=True)
-    steps = watched(engine)
-    requests = [([3, 4, 5], GREEDY), ([6, 7], replace(GREEDY, presence_penalty=0.5)), ([8], replace(GREEDY, temperature=0.7, seed=1))]
-    assert tokens(run(engine, requests)) == tokens(run(stub_engine(), requests))
-    assert not any(map(any, steps))
+    """A penalty, tokens that may not come yet: the next token needs more than the device has."""
+    for params in (replace(GREEDY, presence_penalty=0.5), replace(GREEDY, min_tokens=9), replace(GREEDY, bad_words=["a"])):
+        engine, _ = speculating(0.9, async_scheduling=True)
+        steps = watched(engine)
+        requests = [([3, 4, 5], GREEDY), ([6, 7], params)]
+        assert tokens(run(engine, requests)) == tokens(run(stub_engine(), requests))
+        assert not any(map(any, steps))
 
 
 def test_preempted_requests_draft_again() -> None:

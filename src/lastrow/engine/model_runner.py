@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from lastrow.core.output import ModelRunnerOutput, SchedulerOutput
+from lastrow.core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from lastrow.engine.footprint import LOGIT_ROWS_BYTES
 from lastrow.engine.inputs import ForwardResult, InputBatch, Router, StepInputs
 from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
 from lastrow.engine.relaxed_acceptance import RelaxedAcceptance
-from lastrow.engine.sampler import Sampler
+from lastrow.engine.sampler import Early, Sampler
 from lastrow.engine.sampling_state import Grammar
 from lastrow.engine.spec_decode import PendingDrafts, Speculator, accept
 from lastrow.engine.transfer import download, upload
@@ -172,8 +172,8 @@ class ModelRunner:
             self._score(step, hidden, handle)
             if self.speculator is not None and handle.sampled is not None:
                 handle.sampled = self.speculator.simulate(step, handle.sampled)
-                plain = self.relaxed is None and self.sampler.is_plain_greedy(step.slots[step.sample_parts])
-                handle.proposals = self.speculator.start(step, hidden, handle.sampled, may_follow=plain)
+                waits = self.relaxed is not None or self.sampler.needs_host(step.slots[step.sample_parts])
+                handle.proposals = self.speculator.start(step, hidden, handle.sampled, may_follow=not waits)
         return self._send(handle)
 
     def use_graphs(self, graphs: GraphRunner) -> None:
@@ -220,8 +220,15 @@ class ModelRunner:
         else:
             settle = None if relaxed is None else lambda ids, logits: relaxed.apply(step, ids, lambda: logits)
             index = step.sample_positions + 1 - prompt
-            handle.sampled, handle.logprobs = self.sampler.sample(self._logits(result, rows), slots, index, behind, settle)
+            early = self._early(step, parts) if any(part.follows for part in parts) else None
+            handle.sampled, handle.logprobs = self.sampler.sample(self._logits(result, rows), slots, index, behind, settle, early)
             self.inputs.keep_sampled(step.sample_slots, handle.sampled)
+
+    def _early(self, step: StepInputs, parts: list[ScheduledRequest]) -> Early:
+        """How far in front of its last possible position each sampled row is."""
+        starts = upload([part.start if part.follows else -1 for part in parts], self.device)
+        by = torch.where(starts < 0, 0, starts - self.inputs.coming[step.sample_slots, 0])
+        return Early(by, max(part.start - part.request.num_known_tokens for part in parts if part.follows))
 
     def _logits(self, result: ForwardResult, rows: torch.Tensor | None) -> torch.Tensor:
         """Softcapped logits of `rows` (None: all) of a step's wanted rows."""

@@ -9,6 +9,7 @@ lowest id. logprobs are those of the softcapped logits before any of this ("raw_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +23,14 @@ from lastrow.kernels.head import reference_row_logsumexp
 
 WEIGHT_UNIT = 2.0**40  # a 2^18-token row then sums to at most 2^58
 CDF_BLOCK = 512  # the cumulative sum is searched in two levels: blocks, then inside one
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """by [n] int64 on the device: how many tokens fewer came before each row than its output_index says; most: the largest possible."""
+
+    by: torch.Tensor
+    most: int
 
 
 class Sampler:
@@ -62,6 +71,10 @@ class Sampler:
         """True when the rows of `slots` are all an argmax of the model's logits, with nothing to report."""
         return not self.flags[slots].any()
 
+    def needs_host(self, slots: np.ndarray) -> bool:
+        """True when a row of `slots` is sampled by what the host knows of the tokens before it: more than their number."""
+        return bool((self.flags[slots] & EDITS).any())
+
     def sample(
         self,
         logits: torch.Tensor,
@@ -69,11 +82,12 @@ class Sampler:
         output_index: np.ndarray,
         behind: Sequence[Sequence[int]] | None = None,
         settle: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        early: Early | None = None,
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
         """logits [n, V] fp32, softcapped, may be overwritten; slots [n]: each row's slot; output_index [n]: number of the token to
         come, from 0; behind: for each row, drafts that the output ends with there (None: no row has any); settle: the ids that are taken,
-        from those sampled and the logits they were sampled from (None: the same). Returns ids [n] int64 on the device and the logprobs
-        of the rows that ask."""
+        from those sampled and the logits they were sampled from (None: the same); early: where output_index is the largest possible (None:
+        it is what it says). Returns ids [n] int64 on the device and the logprobs of the rows that ask."""
         flags = self.flags[slots]
         every = int(np.bitwise_or.reduce(flags))
         if not every:
@@ -89,8 +103,7 @@ class Sampler:
         if not len(random):
             ids = logits.argmax(-1)
         else:
-            numbers = uniforms(self.seeds[slots[random]], output_index[random])
-            chosen = self._draw(logits, random, slots[random], numbers)
+            chosen = self._draw(logits, random, slots[random], output_index[random], early)
             ids = chosen if len(random) == len(slots) else logits.argmax(-1).index_copy(0, upload(random, self.device), chosen)
         if settle is not None:
             ids = settle(ids, logits)
@@ -100,7 +113,15 @@ class Sampler:
         taken = ids if len(wanting) == len(slots) else ids[upload(wanting, self.device)]
         return ids, gather_logprobs(raw, taken, [(row, s.num_logprobs, s.logprob_token_ids) for row, s in wishes if s], self.row_logsumexp)
 
-    def _draw(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
+    def _draw(
+        self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, output_index: np.ndarray, early: Early | None
+    ) -> torch.Tensor:
+        if early is None:
+            numbers = uniforms(self.seeds[slots], output_index)
+        else:  # those of every token that a row may be
+            possible = np.maximum(output_index[:, None] - np.arange(1 + early.most), 0)
+            drawn = uniforms(self.seeds[slots].repeat(1 + early.most), possible.ravel()).reshape(possible.shape)
+            numbers = upload(drawn, self.device).gather(1, early.by[upload(rows, self.device)][:, None])[:, 0]
         step = max(1, MAX_ELEMENTS // logits.shape[1])
         drawn = []
         for first in range(0, len(rows), step):
@@ -169,11 +190,18 @@ class _Scatter:
 
 # ---------------------------------------------------------------------------------------------------------- drawing
 def draw(
-    logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, numbers: np.ndarray
+    logits: torch.Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    numbers: np.ndarray | torch.Tensor,
 ) -> torch.Tensor:
-    """One token per row: logits [n, V] fp32, parameters [n] (top_k 0, top_p 1, min_p 0: off), numbers [n] in [0, 1) -> [n] int64."""
+    """One token per row: logits [n, V] fp32, parameters [n] (top_k 0, top_p 1, min_p 0: off), numbers [n] float64 in [0, 1), on the host
+    or on the device -> [n] int64."""
     keep = np.where(top_k > 0, top_k, logits.shape[1])
-    on_device = upload(np.stack((temperature, keep, top_p, min_p, numbers)).astype(np.float64), logits.device)
+    on_host = (temperature, keep, top_p, min_p) if isinstance(numbers, torch.Tensor) else (temperature, keep, top_p, min_p, numbers)
+    on_device = upload(np.stack(on_host).astype(np.float64), logits.device)
     x = logits if (temperature == 1.0).all() else logits / on_device[0, :, None].float()
     rows = _Rows(x, x.amax(-1, keepdim=True), on_device[1:4])
     likelihood = torch.exp(x - rows.top)
@@ -188,7 +216,7 @@ def draw(
             index = upload(some, logits.device)
             kept = _truncate(rows.take(index), weight[index], int(keep[some].max()), bool((top_p[some] < 1.0).any()))
             weight.index_copy_(0, index, kept)
-    return inverse_cdf(weight, on_device[4])
+    return inverse_cdf(weight, numbers if isinstance(numbers, torch.Tensor) else on_device[4])
 
 
 class _Rows:
