@@ -85,25 +85,8 @@ def test_requests_that_sample_beside_others_that_do_not(llm: LLM, heldout: list[
         assert values == pytest.approx(expected[str(i)][place][0], abs=2e-4)  # fp32, sums in another order
 
 
-def test_only_what_comes_first_in_a_prefill_is_captured_in_two_parts(llm: LLM) -> None:
-    """The second begins with the third layer: the first is short and has enough to do."""
-    graphs = llm.engine.runner.graphs._scratch()
-    layers, pauses = [], []
-    graphs._make_replay = lambda forward: forward(lambda: pauses.append(layers[-1]))
-    attend = graphs.model.attend
-    graphs.model.attend = lambda i, *rest: layers.append(i) or attend(i, *rest)
-    try:
-        graphs._capture_before(8)
-        graphs._capture_behind(1, 64)
-        graphs._capture_whole(1, 64)
-    finally:
-        del graphs.model.attend
-    assert pauses == [1] and len(set(layers)) == graphs.model.config.num_hidden_layers
-
-
 def test_every_forward_runs_before_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel must not compile inside a capture, and contexts of one row bucket have kernels of their own. A pause ends one graph and
-    begins the next, and both are replayed."""
+    """A kernel must not compile inside a capture, and contexts of one row bucket have kernels of their own."""
     kernels = {replace(decode_config(16, context), chunk=0) for context in (512, 8192)}
     assert len(kernels) == 2
     happened: list[str] = []
@@ -114,25 +97,9 @@ def test_every_forward_runs_before_its_capture(monkeypatch: pytest.MonkeyPatch) 
         yield
         happened.append("capture ends")
 
-    class Graph:
-        def replay(self) -> None:
-            happened.append("replay")
-
-    for name, made in (("graph_pool_handle", object), ("CUDAGraph", Graph), ("graph", graph), ("synchronize", lambda: None)):
+    for name, made in (("graph_pool_handle", object), ("CUDAGraph", object), ("graph", graph), ("synchronize", lambda: None)):
         monkeypatch.setattr(torch.cuda, name, made)
     capture = _CUDACapture()
     for _ in range(2):
-        capture(lambda pause=None: happened.append("forward") or ())()
-    assert happened == ["forward", "capture begins", "forward", "capture ends", "replay"] * 2
-    happened.clear()
-
-    def in_parts(pause=None) -> tuple[()]:
-        happened.append("first")
-        if pause is not None:
-            pause()
-        happened.append("second")
-        return ()
-
-    capture(in_parts)()
-    parts = ["first", "second", "capture begins", "first", "capture ends", "capture begins", "second", "capture ends"]
-    assert happened == [*parts, "replay", "replay"]
+        capture(lambda: happened.append("forward") or ())
+    assert happened == ["forward", "capture begins", "forward", "capture ends"] * 2

@@ -10,10 +10,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -79,13 +77,6 @@ def smallest(buckets: Sequence[int], value: int) -> int | None:
 
 Outputs = tuple[torch.Tensor, ...]
 Forward = Callable[[], Outputs]
-Pause = Callable[[], None]
-
-
-class InParts(Protocol):
-    """A forward that calls `pause` where a graph may end and the next begin."""
-
-    def __call__(self, pause: Pause | None = None) -> Outputs: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +110,7 @@ class CUDAGraphs:
         inputs: InputBatch,
         buckets: GraphBuckets,
         verifies: bool = False,
-        capture: Callable[[InParts], Forward] | None = None,
+        capture: Callable[[Forward], Forward] | None = None,
     ) -> None:
         self.model, self.pool, self.inputs, self.buckets = model, pool, inputs, buckets
         self.device = inputs.last_sampled.device
@@ -195,9 +186,9 @@ class CUDAGraphs:
         hidden, logits, greedy = self._replay(behind)
         return ForwardResult(hidden[:n], logits[:n], greedy[:n])
 
-    def _self_decoder(self, batch: ForwardBatch, pause: Pause | None = None) -> None:
+    def _self_decoder(self, batch: ForwardBatch) -> None:
         """The part before the cut, its wanted rows left for the part behind it."""
-        x, h = self.model.self_decoder(batch, self.pool, pause)
+        x, h = self.model.self_decoder(batch, self.pool)
         take = batch.logits_indices
         if take is not None:
             for source, target in zip((x, h, batch.input_ids), self._rows, strict=True):
@@ -262,9 +253,9 @@ class CUDAGraphs:
             full, sliding = (fields.t[name].view(-1, 4) for name in COPIES)
             batch = replace(batch, copies=(full, sliding))
 
-        def forward(pause: Pause | None = None) -> Outputs:
+        def forward() -> Outputs:
             self._make_token_fields(fields, "tiled")
-            self._self_decoder(batch, pause)
+            self._self_decoder(batch)
             return ()
 
         (self._copying if copies else self._before)[tokens] = self._capture(forward, fields)
@@ -273,7 +264,7 @@ class CUDAGraphs:
         fields = self._fields(self._row_sizes(rows))
         x, h, ids = (t[:rows] for t in self._rows)
 
-        def forward(pause: Pause | None = None) -> Outputs:
+        def forward() -> Outputs:
             # the residual is updated in place, and a replay must find its input again only as the step left it
             wanted = self._single_rows(fields.t["row_positions"], fields.t["row_seqs"], context, "rows")
             return self._tail(self.model.cross_decoder(x.clone(), h, ids, wanted, self.pool), fields)
@@ -299,7 +290,7 @@ class CUDAGraphs:
         wanted = self._single_rows(batch.rows.positions, batch.rows.seq_index, context, "rows")
         batch = replace(batch, wanted=wanted, rows=batch.rows if single else replace(batch.rows, num_single=0))
 
-        def forward(pause: Pause | None = None) -> Outputs:
+        def forward() -> Outputs:
             self._make_token_fields(fields, self._decode_plan)
             hidden = self.model.forward(batch, self.pool)
             assert hidden is not None
@@ -314,7 +305,7 @@ class CUDAGraphs:
         return hidden, logits, greedy
 
     @torch.inference_mode()
-    def _capture(self, forward: InParts, fields: StaticFields) -> _Captured:
+    def _capture(self, forward: Forward, fields: StaticFields) -> _Captured:
         captured = _Captured(self._make_replay(forward), fields)
         self._of_fields[id(fields)] = captured
         return captured
@@ -395,38 +386,27 @@ class CUDAGraphs:
         return fields.t["parts"].view(self.inputs.part_fields, -1)
 
 
-def _run_once(forward: InParts) -> Forward:
+def _run_once(forward: Forward) -> Forward:
     forward()
     return forward
 
 
 class _CUDACapture:
     """Runs a forward once, which compiles its kernels and lets libraries make their workspaces, then captures it. All graphs share
-    one memory pool.
-
-    A forward that pauses becomes two graphs: the card does not begin before the host has sent the whole graph, and a short first one
-    gives it something to do meanwhile."""
+    one memory pool."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
-    def __call__(self, forward: InParts) -> Forward:
+    def __call__(self, forward: Forward) -> Forward:
         forward()
         torch.cuda.synchronize()
-        graphs: list[torch.cuda.CUDAGraph] = []
-        with ExitStack() as capture:
-
-            def begin_another() -> None:
-                capture.close()
-                graphs.append(torch.cuda.CUDAGraph())
-                capture.enter_context(torch.cuda.graph(graphs[-1], pool=self._memory))
-
-            begin_another()
-            outputs = forward(begin_another)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            outputs = forward()
 
         def replay() -> Outputs:
-            for graph in graphs:
-                graph.replay()
+            graph.replay()
             return outputs
 
         return replay

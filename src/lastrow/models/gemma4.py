@@ -10,8 +10,6 @@ There is no second path: "full prefill" is this code with every row wanted. Nume
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
@@ -59,9 +57,8 @@ class Gemma4Model:
             return self.cross_decoder(x, h, batch.input_ids, batch.wanted, pool)
         return self.cross_decoder(x[take], h[take], batch.input_ids[take], batch.wanted, pool)
 
-    def self_decoder(self, batch: ForwardBatch, pool: KVPool, pause: Callable[[], None] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Layers before the cut on every row and the cut layer's K/V. Returns that layer's residual and normed input, [T, H].
-        pause: called behind the second layer."""
+    def self_decoder(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layers before the cut on every row and the cut layer's K/V. Returns that layer's residual and normed input, [T, H]."""
         cut = self.config.cut
         batch.rows.gathered.clear()
         x, h = self.embed(batch.input_ids)
@@ -69,8 +66,6 @@ class Gemma4Model:
         for i in range(cut):
             o = self.attend(i, h, batch.rows, pool, batch)
             x, h = self.after_attention(i, o, x, ple, i)
-            if i == 1 and pause is not None:
-                pause()
         self.write_kv(cut, h, batch, pool)
         return x, h
 
