@@ -39,6 +39,11 @@ def test_encode_is_one_bos_and_then_the_library(text: str) -> None:
     assert OURS.encode(text) == [2, *ids]
 
 
+@given(st.lists(TEXT | st.sampled_from(["<bos>", "<bos><bos>hi", "hi <bos>", "<|turn>user"]), max_size=5), st.booleans())
+def test_a_batch_is_each_of_its_texts(texts: list[str], add_bos: bool) -> None:
+    assert OURS.encode_batch(texts, add_bos) == [OURS.encode(text, add_bos) for text in texts]
+
+
 @given(st.text(st.characters(codec="utf-8", exclude_characters="▁"), max_size=40))
 def test_decode_gives_the_text_back(text: str) -> None:
     """Byte fallback covers all of Unicode, NUL included. ▁ is how this tokenizer writes a space, so it alone comes back as one."""

@@ -86,6 +86,25 @@ def test_a_step_starts_while_other_prompts_are_prepared(monkeypatch: pytest.Monk
     assert seen[0][1] == first + 7, "with seven prompts left it does not pay"
 
 
+def test_texts_are_encoded_while_the_first_of_them_run(monkeypatch: pytest.MonkeyPatch, by_task: dict[str, list[dict[str, Any]]]) -> None:
+    monkeypatch.setattr("lastrow.engine.llm.LAUNCH_TOKENS", 128)
+    monkeypatch.setattr("lastrow.engine.llm.TEXTS_AT_ONCE", 5)
+    llm = LLM("tiny-e", max_num_batched_tokens=1024, enable_prefix_caching=False)
+    llm.engine.depth = 1
+    tokenizer, happened = llm.get_tokenizer(), []
+    rows = sorted((row for rows in by_task.values() for row in rows), key=lambda row: len(row["prompt_ids"]))[:17]
+    texts = [tokenizer.decode(row["prompt_ids"], skip_special_tokens=False) for row in rows]
+    prompts = [text if i % 2 else {"prompt": text} for i, text in enumerate(texts)]
+    prompts[3] = {"prompt_token_ids": tokenizer.encode(texts[3])}
+    encode, execute = tokenizer.encode_batch, llm.engine.runner.execute
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: happened.append(len(texts)) or encode(texts))
+    monkeypatch.setattr(llm.engine.runner, "execute", lambda step: happened.append("step") or execute(step))
+    outputs = llm.generate(prompts, greedy(rows[0]), use_tqdm=False)
+    assert happened[:5] == [4, 5, "step", 5, 2]
+    assert [out.prompt_token_ids for out in outputs] == [tokenizer.encode(text) for text in texts]
+    assert [out.prompt for out in outputs] == [None if i == 3 else text for i, text in enumerate(texts)]
+
+
 def test_a_pool_too_small_for_all_preempts_and_changes_nothing(by_task: dict[str, list[dict[str, Any]]]) -> None:
     rows = [*by_task["prose"][:4], *by_task["recite"][:4]]
     # a block of 16 tokens takes 8 KiB in the full group and 16 KiB in the sliding one: 39 of each, and the eight need about 80

@@ -27,6 +27,7 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 
 
+TEXTS_AT_ONCE = 32  # 1,024 tokens take a core 0.7 ms, so these few cores a few ms, less than a card takes for what they bring
 LAUNCH_TOKENS, LAUNCH_PROMPTS = 4096, 8
 """A first step of this many tokens, a captured size, runs for as long as some sixty further prompts take to prepare (8 ms on an H200 and
 its host). Where no more prompts than this are left it does not pay: two steps read the weights twice."""
@@ -70,9 +71,8 @@ class LLM:
             raise ValueError(f"priority has {len(order)} entries for {len(items)} prompts")
         ids: list[str] = []
         try:
-            texts = [self._tokens(item) for item in items]
             waiting = 0
-            for i, (item, (text, tokens), p, rank) in enumerate(zip(items, texts, params, order, strict=True)):
+            for i, (item, (text, tokens), p, rank) in enumerate(zip(items, self._tokens(items), params, order, strict=True)):
                 request_id = str(next(self._ids))
                 self.engine.add_request(
                     request_id, tokens, p, prompt=text, priority=rank, cache_salt=_salt(item), is_kept=True,
@@ -121,10 +121,11 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield the growing output of one prompt or conversation, whole each time; closing the iterator aborts the request."""
         if _is_prompt(prompt):
-            text, tokens = self._tokens(prompt)
+            item: Any = prompt
         else:
-            text, tokens = self._tokens(self._render(prompt, tools, None, chat_template_kwargs, True, False))
+            item = self._render(prompt, tools, None, chat_template_kwargs, True, False)
             sampling_params = sampling_params or replace(self.get_default_sampling_params(), max_tokens=None)
+        ((text, tokens),) = self._tokens([item])
         request_id = str(next(self._ids))
         params = self._params(sampling_params, 1)[0]
         self.engine.add_request(request_id, tokens, params, prompt=text, stream=True, cache_salt=_salt(prompt))
@@ -241,25 +242,20 @@ class LLM:
     def _render(
         self, messages: Any, tools: Any, template: str | None, kwargs: Mapping[str, Any] | None, generation_prompt: bool, go_on: bool
     ) -> dict[str, Any]:
-        tokenizer = self.get_tokenizer()
-        text = tokenizer.apply_chat_template(
+        text = self.get_tokenizer().apply_chat_template(
             messages, tools=tools, add_generation_prompt=generation_prompt, continue_final_message=go_on, tokenize=False,
             chat_template=template, **(kwargs or {}),
         )  # fmt: skip
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text)}
+        return {"prompt": text}
 
-    def _tokens(self, prompt: Any) -> tuple[str | None, Sequence[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.get_tokenizer().encode(prompt)
-        if isinstance(prompt, Mapping):
-            if isinstance(prompt.get("prompt_token_ids"), (list, Sequence, np.ndarray)):  # a list first: an abstract class takes longer
-                return prompt.get("prompt"), prompt["prompt_token_ids"]
-            if isinstance(prompt.get("prompt"), str):
-                return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"])
-            raise ValueError(f"a prompt is {prompt!r}: {{'prompt_token_ids': [...]}} or {{'prompt': text}} is needed")
-        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return None, prompt
-        raise ValueError(f"a prompt is a {type(prompt).__name__}: a text, a list of token ids or {{'prompt_token_ids': [...]}} is needed")
+    def _tokens(self, prompts: Sequence[Any]) -> Iterator[tuple[str | None, Sequence[int]]]:
+        """Text (if any) and token ids of each prompt. Some texts at a time: a card works on these while the others are encoded."""
+        for first in range(0, len(prompts), TEXTS_AT_ONCE):
+            some = [_text_and_ids(prompt) for prompt in prompts[first : first + TEXTS_AT_ONCE]]
+            texts = [text for text, ids in some if text is not None and ids is None]
+            encoded = iter(self.get_tokenizer().encode_batch(texts) if texts else ())
+            for text, ids in some:
+                yield text, next(encoded) if ids is None else ids
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
@@ -271,6 +267,21 @@ class LLM:
         if len(params) != count:
             raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one per prompt")
         return list(params)
+
+
+def _text_and_ids(prompt: Any) -> tuple[str | None, Sequence[int] | None]:
+    """What a prompt brings: one of the two at least."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Mapping):
+        if isinstance(prompt.get("prompt_token_ids"), (list, Sequence, np.ndarray)):  # a list first: an abstract class takes longer
+            return prompt.get("prompt"), prompt["prompt_token_ids"]
+        if isinstance(prompt.get("prompt"), str):
+            return prompt["prompt"], None
+        raise ValueError(f"a prompt is {prompt!r}: {{'prompt_token_ids': [...]}} or {{'prompt': text}} is needed")
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        return None, prompt
+    raise ValueError(f"a prompt is a {type(prompt).__name__}: a text, a list of token ids or {{'prompt_token_ids': [...]}} is needed")
 
 
 def _salt(prompt: Any) -> str | None:
