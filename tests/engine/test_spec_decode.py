@@ -248,6 +248,28 @@ def test_what_the_host_must_see_first_is_waited_for() -> None:
         assert not any(map(any, steps))
 
 
+def test_a_prompt_that_comes_while_drafts_are_in_flight_shares_a_step_with_them() -> None:
+    """Alone it would be computed whole, without the bound, while a stream waits for its token."""
+    engine, _ = speculating(0.9, async_scheduling=True, max_num_batched_tokens=40)
+    engine.scheduler.config = replace(engine.scheduler.config, max_prefill_tokens_while_decoding=8)
+    steps, execute = [], engine.runner.execute
+
+    def run_step(out):
+        steps.append([(part.request.request_id, part.num_tokens) for part in out.scheduled])
+        return execute(out)
+
+    engine.runner.execute = run_step
+    engine.add_request("0", [3, 4, 5], replace(GREEDY, max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    assert engine._in_flight
+    engine.add_request("1", [6] * 20, GREEDY)
+    del steps[:]
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert steps[:3] == [[("0", 5), ("1", 8)], [("0", 5), ("1", 8)], [("0", 5), ("1", 4)]]
+
+
 def test_preempted_requests_draft_again() -> None:
     """Three requests of up to 43 tokens in a pool of 88: some are preempted, with drafts pending."""
     params = replace(GREEDY, max_tokens=40)

@@ -222,13 +222,19 @@ class Scheduler:
         drafts = min(len(request.draft_token_ids), left - 1) if tokens == 1 else 0
         return tokens + drafts, drafts
 
+    def _waits(self, request: Request) -> bool:
+        """Whether tokens of the request are in flight, and not its last one: a reader waits for the next."""
+        return 0 < request.num_inflight_tokens < self.config.max_output_tokens(request) - len(request.output_token_ids)
+
     def _schedule_running(self, step: _Step) -> None:
         work = [(request, *self._num_to_compute(request)) for request in self.running]
         decodes = [tokens for request, tokens, drafts in work if request.samples and tokens - drafts == 1]
         step.reserved = len(decodes)
         bound = self.config.max_prefill_tokens_while_decoding
         # a prompt's last token alone is a decode for the kernels, but nobody waits for its next one yet
-        answers = any(tokens and request.num_computed_tokens >= len(request.prompt_token_ids) for request, tokens, _ in work)
+        answers = any(
+            (tokens or self._waits(request)) and request.num_computed_tokens >= len(request.prompt_token_ids) for request, tokens, _ in work
+        )
         if answers and bound is not None:
             step.budget = min(step.budget, sum(decodes) + bound)
         for request, tokens, drafts in work:
