@@ -211,6 +211,11 @@ class Scheduler:
                 return False
         return 2 * out <= len(self.running)
 
+    @property
+    def drafts_wait(self) -> bool:
+        """Whether drafts are in flight that the next step may not go on behind: without the host it leaves their requests out."""
+        return any(request.coming_drafts is not None for request in self.running) and not self.drafts_follow
+
     def _room_behind_drafts(self, request: Request) -> int:
         """Tokens that the request may still get when all its drafts in flight stand."""
         in_flight = 1 + request.num_computed_tokens - request.num_known_tokens

@@ -305,7 +305,7 @@ class LLMEngine:
 
         Raises EngineStuck, naming a request, when nothing can make progress."""
         outputs: list[RequestOutput] = []
-        while self._in_flight and not self._steps_in_flight:
+        while self._in_flight and self.scheduler.drafts_wait:
             # since the last step a prompt has come: it shares its step with those whose drafts are in flight, and cannot follow them
             outputs += self._read_oldest()
         launched = self._launch()
