@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from lastrow.core.limits import MAX_DRAFTS
 from lastrow.kv.layout import KV_CACHE_DTYPES
 from lastrow.models.config import ConfigError
 from lastrow.models.shapes import SHAPES
@@ -27,6 +26,7 @@ CPU_STEP_TOKENS, GPU_STEP_TOKENS = 8192, 65_536  # max_num_batched_tokens by dev
 # max_prefill_tokens_while_decoding on a GPU: 35 ms of an H200 for E2B, so that 50 ms between two tokens hold at the 99th percentile
 GPU_MIXED_TOKENS = 16_384
 LOOKUP = (2, 5)  # tokens that n-gram drafts look up
+MAX_DRAFTS = 16  # of one step: a row of the target for every draft, more never pays
 SPECULATIVE_EXAMPLE = '{"model": "FOLDER", "num_speculative_tokens": 4} or {"method": "ngram", "num_speculative_tokens": 4}'
 
 

@@ -182,6 +182,17 @@ def test_prompts_whose_last_tokens_were_held_back_bound_no_prefill() -> None:
     harness.drain()
 
 
+def test_a_stream_whose_tokens_are_in_flight_bounds_prefill_and_its_last_token_does_not() -> None:
+    """A penalty needs the token in flight, so the stream is not part of the step; its next token comes only behind it."""
+    for most, chunk in ((4, 6), (1, 10)):
+        harness = make(max_num_batched_tokens=100, max_prefill_tokens_while_decoding=6, depth=1)
+        harness.add(harness.request([1] * 5, max_tokens=most, repetition_penalty=1.5, request_id="a"))
+        assert shape(harness.schedule()) == [("a", 0, 5)]
+        harness.add(harness.request([2] * 10, max_tokens=2, request_id="b"))
+        assert shape(harness.schedule()) == [("b", 0, chunk)]
+        harness.drain()
+
+
 def test_at_most_max_prefill_seqs_prompts_share_a_step_and_chunks_count() -> None:
     harness = make(max_num_batched_tokens=10, max_prefill_seqs=1)
     for length in (14, 2, 2):

@@ -248,6 +248,48 @@ def test_what_the_host_must_see_first_is_waited_for() -> None:
         assert not any(map(any, steps))
 
 
+def test_a_prompt_that_comes_while_drafts_are_in_flight_shares_a_step_with_them() -> None:
+    """Alone it would be computed whole, without the bound, while a stream waits for its token."""
+    engine, _ = speculating(0.9, async_scheduling=True, max_num_batched_tokens=40)
+    engine.scheduler.config = replace(engine.scheduler.config, max_prefill_tokens_while_decoding=8)
+    steps, execute = [], engine.runner.execute
+
+    def run_step(out):
+        steps.append([(part.request.request_id, part.num_tokens) for part in out.scheduled])
+        return execute(out)
+
+    engine.runner.execute = run_step
+    engine.add_request("0", [3, 4, 5], replace(GREEDY, max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    assert engine._in_flight
+    engine.add_request("1", [6] * 20, GREEDY)
+    del steps[:]
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert steps[:3] == [[("0", 5), ("1", 8)], [("0", 5), ("1", 8)], [("0", 5), ("1", 4)]]
+
+
+def test_requests_that_end_together_do_not_fall_into_two_halves() -> None:
+    """Drafts in flight may be the last a request gets, so it sits out the step behind them: some in this one, the others in the next."""
+    steps = []
+    for async_scheduling in (False, True):
+        engine, assistant = speculating(
+            0.6, async_scheduling=async_scheduling, max_num_seqs=16, max_num_batched_tokens=80, full_blocks=100, sliding_blocks=100
+        )
+        row = assistant._row
+
+        def row_with_luck_of_its_text(token, hidden, rows, i, num_tokens, assistant=assistant, row=row):
+            assistant.rng.seed(f"{token} {rows.positions[i]}")
+            return row(token, hidden, rows, i, num_tokens)
+
+        assistant._row = row_with_luck_of_its_text
+        for batch in range(3):
+            run(engine, [([3 + i, 4 + batch, i], GREEDY) for i in range(16)])
+        steps.append(engine.scheduler.counters.steps)
+    assert steps[1] <= steps[0] + 1
+
+
 def test_preempted_requests_draft_again() -> None:
     """Three requests of up to 43 tokens in a pool of 88: some are preempted, with drafts pending."""
     params = replace(GREEDY, max_tokens=40)

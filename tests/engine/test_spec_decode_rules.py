@@ -144,6 +144,20 @@ def test_a_request_stops_drafting_where_it_does_not_pay_and_tries_again() -> Non
     assert length.wanted(COST) == 4
 
 
+@pytest.mark.parametrize("late", [1, 2])
+def test_drafts_that_were_on_their_way_when_a_pause_began_begin_no_other(late: int) -> None:
+    """The next number is asked for before a step's result is seen, one step before it, or two where drafts follow drafts."""
+    length = DraftLength(4, prior=0.6)
+    asked = [length.wanted(COST) for _ in range(late)]
+    for step in range(300):
+        asked.append(length.wanted(COST))
+        length.observe(asked[step], 0, 1, COST)
+    tries = [i for i, k in enumerate(asked) if k]
+    pauses = [b - a - 1 for a, b in pairwise(tries) if b > a + 1]
+    assert pauses[:4] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, 8 * FIRST_PAUSE]
+    assert length.num_switched_off == len(pauses) + 1
+
+
 def test_without_adaptation_the_number_stays() -> None:
     length = DraftLength(4, prior=0.6, adaptive=False)
     for _ in range(50):

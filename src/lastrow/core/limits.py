@@ -12,8 +12,6 @@ from itertools import pairwise
 from lastrow.core.kv_cache_manager import KVCacheManager
 from lastrow.core.request import Request
 
-MAX_DRAFTS = 16  # of one step: a row of the target for every draft, more never pays
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:

@@ -199,19 +199,32 @@ class Scheduler:
     @property
     def drafts_follow(self) -> bool:
         """Whether the next step may go on behind drafts that the host has not seen: where every running request can join it, because
-        otherwise the model would run once for some of them and once for the others, and nobody has a prompt to compute."""
-        return not self.waiting and all(
-            request.coming_drafts is not None
-            or (request.num_inflight_tokens == 0 and request.num_tokens - request.num_computed_tokens == 1)
-            for request in self.running
-        )
+        otherwise the model would run once for some of them and once for the others, and nobody has a prompt to compute. Those that may
+        have got their last token must sit the step out: where they are more than half, it waits, or two halves would take turns."""
+        if self.waiting:
+            return False
+        out = 0
+        for request in self.running:
+            if request.coming_drafts is not None:
+                out += self._room_behind_drafts(request) <= 0
+            elif request.num_inflight_tokens or request.num_tokens - request.num_computed_tokens != 1:
+                return False
+        return 2 * out <= len(self.running)
+
+    @property
+    def drafts_wait(self) -> bool:
+        """Whether drafts are in flight that the next step may not go on behind: without the host it leaves their requests out."""
+        return any(request.coming_drafts is not None for request in self.running) and not self.drafts_follow
+
+    def _room_behind_drafts(self, request: Request) -> int:
+        """Tokens that the request may still get when all its drafts in flight stand."""
+        in_flight = 1 + request.num_computed_tokens - request.num_known_tokens
+        return self.config.max_output_tokens(request) - len(request.output_token_ids) - in_flight
 
     def _num_to_compute(self, request: Request) -> tuple[int, int]:
         """(tokens, of which drafts) a running request could compute now; (0, 0) while it must wait for tokens in flight."""
         if request.coming_drafts is not None and request.num_inflight_tokens:
-            in_flight = 1 + request.num_computed_tokens - request.num_known_tokens  # tokens that the part in flight may bring
-            left = self.config.max_output_tokens(request) - len(request.output_token_ids) - in_flight
-            drafts = min(len(request.coming_drafts), left - 1)
+            drafts = min(len(request.coming_drafts), self._room_behind_drafts(request) - 1)
             return (1 + drafts, drafts) if self._follows and drafts >= 0 else (0, 0)
         tokens = max(0, request.num_tokens - request.num_computed_tokens)
         if not request.samples or tokens == 0:
@@ -222,13 +235,19 @@ class Scheduler:
         drafts = min(len(request.draft_token_ids), left - 1) if tokens == 1 else 0
         return tokens + drafts, drafts
 
+    def _waits(self, request: Request) -> bool:
+        """Whether tokens of the request are in flight, and not its last one: a reader waits for the next."""
+        return 0 < request.num_inflight_tokens < self.config.max_output_tokens(request) - len(request.output_token_ids)
+
     def _schedule_running(self, step: _Step) -> None:
         work = [(request, *self._num_to_compute(request)) for request in self.running]
         decodes = [tokens for request, tokens, drafts in work if request.samples and tokens - drafts == 1]
         step.reserved = len(decodes)
         bound = self.config.max_prefill_tokens_while_decoding
         # a prompt's last token alone is a decode for the kernels, but nobody waits for its next one yet
-        answers = any(tokens and request.num_computed_tokens >= len(request.prompt_token_ids) for request, tokens, _ in work)
+        answers = any(
+            (tokens or self._waits(request)) and request.num_computed_tokens >= len(request.prompt_token_ids) for request, tokens, _ in work
+        )
         if answers and bound is not None:
             step.budget = min(step.budget, sum(decodes) + bound)
         for request, tokens, drafts in work:

@@ -304,11 +304,14 @@ class LLMEngine:
         """Launch the next step and read the oldest one in flight. Returns outputs of requests that stream or ended.
 
         Raises EngineStuck, naming a request, when nothing can make progress."""
+        outputs: list[RequestOutput] = []
+        while self._in_flight and self.scheduler.drafts_wait:
+            # since the last step a prompt has come: it shares its step with those whose drafts are in flight, and cannot follow them
+            outputs += self._read_oldest()
         launched = self._launch()
         if not launched and not self._in_flight:
             self._watch()
-            return []
-        outputs: list[RequestOutput] = []
+            return outputs
         keep = self._steps_in_flight if launched else len(self._in_flight) - 1
         while len(self._in_flight) > keep:
             outputs += self._read_oldest()

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lastrow.core.limits import MAX_DRAFTS
+from lastrow.config import MAX_DRAFTS
 from lastrow.core.output import ScheduledRequest, SchedulerOutput
 from lastrow.core.request import Request
 from lastrow.engine.block_copies import block_copies

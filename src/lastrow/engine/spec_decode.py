@@ -117,13 +117,14 @@ class DraftLength:
 
     def observe(self, drafted: int, stood: int, tokens: int, cost: float) -> None:
         """A step brought `tokens` tokens; `stood` of its `drafted` drafts are among them."""
+        is_paused = self._tokens < self._resume_at  # drafts that were in flight when the pause began do not begin another
         self._tokens += tokens
         if not drafted:
             return
         self.rate.observe(drafted, stood)
         if self._best(cost) > 0:
             self._pause = FIRST_PAUSE
-        elif self.adaptive:
+        elif self.adaptive and not is_paused:
             self._resume_at = self._tokens + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
             self.num_switched_off += 1
