@@ -238,6 +238,14 @@ def test_traffic_that_follows_drafts_gives_the_tokens_of_plain_decoding(seed: in
     assert not engine.runner.speculator._lengths
 
 
+def test_who_waits_for_a_place_does_not_hold_up_those_that_run() -> None:
+    requests = [([3 + i, 4, 5], replace(GREEDY, max_tokens=30)) for i in range(12)]
+    engine, _ = speculating(0.8, async_scheduling=True, max_num_seqs=3)
+    steps = watched(engine)
+    assert tokens(run(engine, requests)) == tokens(run(stub_engine(), requests))
+    assert sum(map(any, steps)) > 0.4 * len(steps)
+
+
 def test_what_the_host_must_see_first_is_waited_for() -> None:
     """A penalty, tokens that may not come yet: the next token needs more than the device has."""
     for params in (replace(GREEDY, presence_penalty=0.5), replace(GREEDY, min_tokens=9), replace(GREEDY, bad_words=["a"])):

@@ -199,9 +199,10 @@ class Scheduler:
     @property
     def drafts_follow(self) -> bool:
         """Whether the next step may go on behind drafts that the host has not seen: where every running request can join it, because
-        otherwise the model would run once for some of them and once for the others, and nobody has a prompt to compute. Those that may
-        have got their last token must sit the step out: where they are more than half, it waits, or two halves would take turns."""
-        if self.waiting:
+        otherwise the model would run once for some of them and once for the others, and nobody has a prompt to compute or could begin
+        one. Those that may have got their last token must sit the step out: where they are more than half, it waits, or two halves would
+        take turns."""
+        if self.waiting and len(self.running) < self.config.max_num_seqs:
             return False
         out = 0
         for request in self.running:
