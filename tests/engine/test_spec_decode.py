@@ -221,8 +221,9 @@ def test_traffic_that_follows_drafts_gives_the_tokens_of_plain_decoding(seed: in
         if seed % 2:
             temperature = rng.choice([0.0, 0.3, 1.0])
             params = replace(
-                params, temperature=temperature, top_k=rng.choice([0, 5]), seed=rng.choice([None, 7]), logprobs=rng.choice([None, 2])
-            )
+                params, temperature=temperature, top_k=rng.choice([0, 5]), seed=rng.choice([None, 7]), logprobs=rng.choice([None, 2]),
+                logit_bias=rng.choice([None, {5: 3.0, 9: -4.0}]), allowed_token_ids=rng.choice([None, list(range(2, VOCAB, 2))]),
+            )  # fmt: skip
         requests.append((prompt, params))
     alone = run(stub_engine(), requests)
     options = {"full_blocks": rng.choice([26, 64]), "sliding_blocks": rng.choice([20, 64]), "max_num_batched_tokens": rng.choice([9, 40])}

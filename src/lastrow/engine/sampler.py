@@ -17,7 +17,7 @@ import torch
 from lastrow.core.request import Request
 from lastrow.engine.footprint import MAX_ELEMENTS
 from lastrow.engine.logprobs import LogprobTensors, gather_logprobs
-from lastrow.engine.sampling_state import EDITS, LOGPROBS, RANDOM, Grammar, RequestSampling, uniforms
+from lastrow.engine.sampling_state import EDITS, HISTORY, LOGPROBS, RANDOM, Grammar, RequestSampling, uniforms
 from lastrow.engine.transfer import upload
 from lastrow.kernels.head import reference_row_logsumexp
 
@@ -73,7 +73,7 @@ class Sampler:
 
     def needs_host(self, slots: np.ndarray) -> bool:
         """True when a row of `slots` is sampled by what the host knows of the tokens before it: more than their number."""
-        return bool((self.flags[slots] & EDITS).any())
+        return bool((self.flags[slots] & HISTORY).any())
 
     def sample(
         self,

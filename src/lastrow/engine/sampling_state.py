@@ -20,7 +20,7 @@ from lastrow.core.request import Request
 from lastrow.core.sampling_params import SamplingParams
 from lastrow.engine.transfer import upload
 
-RANDOM, LOGPROBS, EDITS = 1, 2, 4
+RANDOM, LOGPROBS, EDITS, HISTORY = 1, 2, 4, 8  # HISTORY: edits that depend on the output so far
 
 
 class Grammar(Protocol):
@@ -127,13 +127,12 @@ class RequestSampling:
 
     def _flags(self) -> int:
         params = self.request.sampling_params
-        edits = (
-            len(self.bias_ids) or self.bad_words or self.min_tokens or self.disallowed is not None or self.grammar is not None
-            or self.presence or self.frequency or self.repetition != 1.0
-        )  # fmt: skip
+        history = self.bad_words or self.min_tokens or self.grammar is not None or self.presence or self.frequency or self.repetition != 1.0
         flags = 0 if params.is_greedy else RANDOM
         flags |= LOGPROBS if self.num_logprobs is not None or self.logprob_token_ids else 0
-        return flags | (EDITS if edits else 0)
+        if history:
+            return flags | EDITS | HISTORY
+        return flags | (EDITS if len(self.bias_ids) or self.disallowed is not None else 0)
 
     def count_output(self) -> None:
         if self.presence or self.frequency or self.repetition != 1.0:
