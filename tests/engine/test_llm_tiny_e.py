@@ -95,13 +95,14 @@ def test_texts_are_encoded_while_the_first_of_them_run(monkeypatch: pytest.Monke
     rows = sorted((row for rows in by_task.values() for row in rows), key=lambda row: len(row["prompt_ids"]))[:17]
     texts = [tokenizer.decode(row["prompt_ids"], skip_special_tokens=False) for row in rows]
     prompts = [text if i % 2 else {"prompt": text} for i, text in enumerate(texts)]
-    prompts[3] = {"prompt_token_ids": tokenizer.encode(texts[3])}
+    expected = [tokenizer.encode(text) for text in texts]
+    prompts[3] = {"prompt_token_ids": expected[3]}
     encode, execute = tokenizer.encode_batch, llm.engine.runner.execute
     monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: happened.append(len(texts)) or encode(texts))
     monkeypatch.setattr(llm.engine.runner, "execute", lambda step: happened.append("step") or execute(step))
     outputs = llm.generate(prompts, greedy(rows[0]), use_tqdm=False)
     assert happened[:5] == [4, 5, "step", 5, 2]
-    assert [out.prompt_token_ids for out in outputs] == [tokenizer.encode(text) for text in texts]
+    assert [out.prompt_token_ids for out in outputs] == expected
     assert [out.prompt for out in outputs] == [None if i == 3 else text for i, text in enumerate(texts)]
 
 
