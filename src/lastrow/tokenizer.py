@@ -111,7 +111,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], add_bos: bool = True) -> list[list[int]]:
         """`encode` of each text, on all cores."""
         readable = [self.without_bos(_unicode(text)) if add_bos else _unicode(text) for text in texts]
-        # a batch of one, too, takes two thirds of the library's encode() and does not hold Python's lock meanwhile
+        # a batch of one, too: it took 0.6 to 0.9 of the library's encode() for 200 to 20,000 characters, and leaves Python's lock to others
         many = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(readable, add_special_tokens=False)]
         for i, ids in enumerate(many):
             if self.bos_token_id in ids:

@@ -172,7 +172,7 @@ class KVCacheManager:
         blocks = self._blocks[request.request_id]
         if not self.config.has_sliding:
             return
-        # behind drafts in flight the next token's position is not known: one of them stands at least
+        # behind drafts in flight the next token's position is not known: one token comes at least
         next_position = min(request.num_computed_tokens, request.num_known_tokens)
         table, first = blocks.tables[SLIDING_GROUP], self.config.first_live_block(next_position)
         if first > blocks.num_trimmed:

@@ -240,7 +240,7 @@ def _streams(report: dict[str, Any]) -> str:
 
 def _verdict(report: dict[str, Any]) -> str:
     near = sorted(report["results"], key=lambda r: -r["decode_tok_s"])
-    near = [r for r in near if abs(r["tokens_per_verification"] - 3.0) < 0.25]
+    near = [r for r in near if abs(r["tokens_per_verification"] - 3.0) < 0.15]
     if report["environment"]["shape"] != "e2b" or not near:
         return ""
     reached = "reached" if near[0]["decode_tok_s"] >= AIM else "missed"
