@@ -9,6 +9,7 @@ from kernels.compare import assert_rounded, randn
 from kernels.pools import FORMATS, empty_pool
 from lastrow.kernels import qkv_epilogue
 from lastrow.kernels.rope import rope_table
+from lastrow.kernels.split_linear import MAX_ROWS
 
 EPS = 1e-6
 BLOCK = 16
@@ -33,18 +34,24 @@ def pair_norm(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((norm, norm), -1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+SHAPES = pytest.mark.parametrize(
     "shape",
     [
         dict(head_dim=32, q_heads=4, kv_heads=1),
         dict(head_dim=64, q_heads=4, kv_heads=2),
         dict(head_dim=256, q_heads=8, kv_heads=1),
+        dict(head_dim=512, q_heads=8, kv_heads=1),
         dict(head_dim=512, q_heads=16, kv_heads=1, k_eq_v=True),
         dict(head_dim=32, q_heads=12, kv_heads=12, k_eq_v=True),
+        dict(head_dim=32, q_heads=12, kv_heads=12),
     ],
     ids=str,
 )
+
+
+@DTYPES
+@SHAPES
 def test_queries_and_the_pool_agree_with_the_reference(device, dtype, shape):
     args, keys, (expected_pool, got_pool) = case(device, dtype, "auto", **shape, tokens=5 if device == "cpu" else 513)
     expected = qkv_epilogue.reference(*args, kv=expected_pool, **keys)
@@ -59,6 +66,20 @@ def test_queries_and_the_pool_agree_with_the_reference(device, dtype, shape):
     assert_rounded(k, expected_k, roundings=3, size=pair_norm(expected_k))
     assert_rounded(got_pool.v.flatten(0, 1)[written], expected_pool.v.flatten(0, 1)[written], roundings=1)
     assert int(got_pool.v.flatten(2).any(-1).sum()) == len(written)
+
+
+@DTYPES
+@SHAPES
+def test_a_token_has_the_same_bits_alone_as_among_many(device, dtype, shape):
+    (qkv, positions, *rest), keys, (many, few) = case(device, dtype, "auto", **shape, tokens=9 if device == "cpu" else MAX_ROWS + 8)
+    q = qkv_epilogue.triton(qkv, positions, *rest, kv=many, **keys)
+    alone = slice(7, 8)
+    keys["slots"] = keys["slots"][alone]
+    slot = int(keys["slots"])
+    for row in (qkv[alone], qkv[alone].float()[None]):  # as it is, and as the one sum of a matmul of few rows
+        assert torch.equal(qkv_epilogue.triton(row, positions[alone], *rest, kv=few, **keys), q[alone])
+        for whole, one in zip(many.tensors(), few.tensors(), strict=True):
+            assert torch.equal(one.flatten(0, 1)[slot], whole.flatten(0, 1)[slot])
 
 
 @pytest.mark.parametrize("form", FORMATS[1:])

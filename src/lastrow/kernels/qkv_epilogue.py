@@ -9,7 +9,7 @@ from lastrow.kernels._triton import gdc_launch_dependents, gdc_wait, jit, next_p
 from lastrow.kernels.add_norm import rms_norm
 from lastrow.kernels.kv_cache import PagedKV, store_heads
 from lastrow.kernels.rope import apply_rope
-from lastrow.kernels.split_linear import load_sum, pdl_launch, splits_of, use_pdl
+from lastrow.kernels.split_linear import MAX_ROWS, load_sum, pdl_launch, splits_of, use_pdl
 
 
 def reference(
@@ -79,6 +79,14 @@ def qkv_epilogue_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    if KV_HEADS > 0:
+        # their first block is on its way while the queries are computed: behind the queries' stores it could not be loaded earlier
+        slot = tl.load(slots_ptr + t).to(tl.int64)
+        first = tl.arange(0, BLOCK_KV)
+        k_src = src + Q_HEADS * D
+        v_src = k_src if K_EQ_V else k_src + KV_HEADS * D
+        ka, kb, k_squares = load_heads(k_src, first, first < KV_HEADS, plane, D, SPLITS, dtype)
+        va, vb, v_squares = load_heads(v_src, first, first < KV_HEADS, plane, D, SPLITS, dtype)
     for h0 in tl.static_range(0, Q_HEADS, BLOCK_Q):
         h = h0 + tl.arange(0, BLOCK_Q)
         a, b, squares = load_heads(src, h, h < Q_HEADS, plane, D, SPLITS, dtype)
@@ -87,19 +95,17 @@ def qkv_epilogue_kernel(
         tl.store(target, a.to(dtype), mask=(h < Q_HEADS)[:, None])
         tl.store(target + D // 2, b.to(dtype), mask=(h < Q_HEADS)[:, None])
     if KV_HEADS > 0:
-        slot = tl.load(slots_ptr + t).to(tl.int64)
         for h0 in tl.static_range(0, KV_HEADS, BLOCK_KV):
             h = h0 + tl.arange(0, BLOCK_KV)
             keep = (h < KV_HEADS) & (slot >= 0)
-            a, b, squares = load_heads(src + Q_HEADS * D, h, h < KV_HEADS, plane, D, SPLITS, dtype)
-            rstd = 1.0 / tl.sqrt(squares / D + eps)
-            ka, kb = norm_rope(a, b, rstd, k_weight_ptr, cos, sin, D, dtype)
+            if h0 > 0:
+                ka, kb, k_squares = load_heads(k_src, h, h < KV_HEADS, plane, D, SPLITS, dtype)
+                va, vb, v_squares = load_heads(v_src, h, h < KV_HEADS, plane, D, SPLITS, dtype)
+            ka, kb = norm_rope(ka, kb, 1.0 / tl.sqrt(k_squares / D + eps), k_weight_ptr, cos, sin, D, dtype)
             store_heads(round_to(ka, dtype), round_to(kb, dtype), k_ptr, k_scale_ptr, slot, h, keep, KV_HEADS, D, QUANT_MAX)
-            if not K_EQ_V:
-                a, b, squares = load_heads(src + (Q_HEADS + KV_HEADS) * D, h, h < KV_HEADS, plane, D, SPLITS, dtype)
-                rstd = 1.0 / tl.sqrt(squares / D + eps)
-            va = round_to(a * rstd[:, None], dtype)
-            vb = round_to(b * rstd[:, None], dtype)
+            rstd = 1.0 / tl.sqrt(v_squares / D + eps)
+            va = round_to(va * rstd[:, None], dtype)
+            vb = round_to(vb * rstd[:, None], dtype)
             store_heads(va, vb, v_ptr, v_scale_ptr, slot, h, keep, KV_HEADS, D, QUANT_MAX)
 
 
@@ -116,10 +122,11 @@ def triton(
     kv_heads: int = 0,
     k_eq_v: bool = False,
     *,
-    warps: int = 4,
+    warps: int | None = None,
 ) -> torch.Tensor | None:
     """`reference` in one pass; the rotation is fp32 with one rounding at its end, and stored K/V are finite in every format.
-    qkv may be partial sums, [splits, T, ..] (split_linear.py)."""
+    qkv may be partial sums, [splits, T, ..] (split_linear.py). warps: of a token; by default one, or four where tokens are few. The
+    bits are the same: a head is summed by lanes of one warp."""
     tokens, width = qkv.shape[-2:]
     stored = 0 if kv is None else kv_heads
     q_heads = width // head_dim - stored * (1 if k_eq_v else 2)
@@ -130,6 +137,7 @@ def triton(
         qkv_epilogue_kernel[(tokens,)](
             qkv, qkv.stride(-2), q, positions, slots, rope, q_weight, k_weight, k, v, k_scale, v_scale, tokens * width, eps,
             q_heads, stored, head_dim, min(8, next_power_of_2(max(q_heads, 1))), min(8, next_power_of_2(max(stored, 1))),
-            k_eq_v, 0.0 if kv is None else kv.quant_max, splits_of(qkv), pdl, num_warps=warps, **pdl_launch(pdl),
+            k_eq_v, 0.0 if kv is None else kv.quant_max, splits_of(qkv), pdl,
+            num_warps=warps or (4 if tokens <= MAX_ROWS else 1), **pdl_launch(pdl),
         )  # fmt: skip
     return q
