@@ -70,16 +70,17 @@ def test_queries_and_the_pool_agree_with_the_reference(device, dtype, shape):
 
 @DTYPES
 @SHAPES
-def test_a_token_has_the_same_bits_alone_as_among_many(device, dtype, shape):
-    (qkv, positions, *rest), keys, (many, few) = case(device, dtype, "auto", **shape, tokens=9 if device == "cpu" else MAX_ROWS + 8)
-    q = qkv_epilogue.triton(qkv, positions, *rest, kv=many, **keys)
-    alone = slice(7, 8)
-    keys["slots"] = keys["slots"][alone]
-    slot = int(keys["slots"])
-    for row in (qkv[alone], qkv[alone].float()[None]):  # as it is, and as the one sum of a matmul of few rows
-        assert torch.equal(qkv_epilogue.triton(row, positions[alone], *rest, kv=few, **keys), q[alone])
-        for whole, one in zip(many.tensors(), few.tensors(), strict=True):
-            assert torch.equal(one.flatten(0, 1)[slot], whole.flatten(0, 1)[slot])
+def test_few_tokens_have_the_same_bits_as_many(device, dtype, shape):
+    """In bf16 another order of a head's sum shows in few elements, so on a card there are many tokens."""
+    few, times = (3, 3) if device == "cpu" else (MAX_ROWS, 16)
+    (qkv, positions, *rest), keys, (whole, parts) = case(device, dtype, "auto", **shape, tokens=few * times)
+    q = qkv_epilogue.triton(qkv, positions, *rest, kv=whole, **keys)
+    slots = keys.pop("slots")
+    for i in range(0, few * times, few):
+        rows = slice(i, i + few)
+        for some in (qkv[rows], qkv[rows].float()[None]):  # as it is, and as the one sum of a matmul of few rows
+            assert torch.equal(qkv_epilogue.triton(some, positions[rows], *rest, kv=parts, slots=slots[rows], **keys), q[rows])
+    assert all(torch.equal(a, b) for a, b in zip(whole.tensors(), parts.tensors(), strict=True))
 
 
 @pytest.mark.parametrize("form", FORMATS[1:])

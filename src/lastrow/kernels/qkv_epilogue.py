@@ -9,7 +9,7 @@ from lastrow.kernels._triton import gdc_launch_dependents, gdc_wait, jit, next_p
 from lastrow.kernels.add_norm import rms_norm
 from lastrow.kernels.kv_cache import PagedKV, store_heads
 from lastrow.kernels.rope import apply_rope
-from lastrow.kernels.split_linear import MAX_ROWS, load_sum, pdl_launch, splits_of, use_pdl
+from lastrow.kernels.split_linear import load_sum, pdl_launch, splits_of, use_pdl
 
 
 def reference(
@@ -122,11 +122,11 @@ def triton(
     kv_heads: int = 0,
     k_eq_v: bool = False,
     *,
-    warps: int | None = None,
+    warps: int = 1,
 ) -> torch.Tensor | None:
     """`reference` in one pass; the rotation is fp32 with one rounding at its end, and stored K/V are finite in every format.
-    qkv may be partial sums, [splits, T, ..] (split_linear.py). warps: of a token; by default one, or four where tokens are few. The
-    bits are the same: a head is summed by lanes of one warp."""
+    qkv may be partial sums, [splits, T, ..] (split_linear.py). warps: of a token, the same however many tokens
+    there are: all of them sum a key's head together, so its bits depend on them."""
     tokens, width = qkv.shape[-2:]
     stored = 0 if kv is None else kv_heads
     q_heads = width // head_dim - stored * (1 if k_eq_v else 2)
@@ -137,7 +137,6 @@ def triton(
         qkv_epilogue_kernel[(tokens,)](
             qkv, qkv.stride(-2), q, positions, slots, rope, q_weight, k_weight, k, v, k_scale, v_scale, tokens * width, eps,
             q_heads, stored, head_dim, min(8, next_power_of_2(max(q_heads, 1))), min(8, next_power_of_2(max(stored, 1))),
-            k_eq_v, 0.0 if kv is None else kv.quant_max, splits_of(qkv), pdl,
-            num_warps=warps or (4 if tokens <= MAX_ROWS else 1), **pdl_launch(pdl),
+            k_eq_v, 0.0 if kv is None else kv.quant_max, splits_of(qkv), pdl, num_warps=warps, **pdl_launch(pdl),
         )  # fmt: skip
     return q
