@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lastrow.cli import main
 from lastrow.harness import parity, reference
 from lastrow.harness.parity import NOISE, Check, ParityOptions, read_heldout
-from lastrow.kernels import attention
+from lastrow.models.config import Gemma4Config
 
 pytest.importorskip("transformers")
 
@@ -54,8 +54,8 @@ def test_a_wrong_operation_fails_against_transformers_and_the_exit_code_says_so(
     few: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The window one key too long: no check of the engine against itself can see it."""
-    right = attention.reference
-    monkeypatch.setattr(attention, "reference", lambda q, kv, rows, table, window: right(q, kv, rows, table, window + 1 if window else 0))
+    right = Gemma4Config.layer_window
+    monkeypatch.setattr(Gemma4Config, "layer_window", lambda config, layer: right(config, layer) + 1 if right(config, layer) else 0)
     code, report = report_of(capsys, "tiny-e", "--items", "1", "--heldout", str(few))
     passed = {check["name"]: check["passed"] for check in report["checks"]}
     assert code == 1 and not report["passed"]

@@ -24,7 +24,7 @@ def reference(q: torch.Tensor, kv: PagedKV, rows: QueryRows, block_table: torch.
     first = 0
     for count in rows.q_lens:
         if count == 1 and q.dtype is torch.float32:
-            parts.append(_one_row(q[first], *_keys_of_row(kv, rows, first, block_table, window)))
+            parts.append(_one_row(q[first], *keys_of_row(kv, rows, first, block_table, window)))
         elif count:
             blocks = block_table[int(rows.seq_index[first])]
             positions = rows.positions[first : first + count]
@@ -39,7 +39,7 @@ def _one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.bmm(torch.softmax(scores, -1), v).view(1, *q.shape)
 
 
-def _keys_of_row(kv: PagedKV, rows: QueryRows, row: int, block_table: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+def keys_of_row(kv: PagedKV, rows: QueryRows, row: int, block_table: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K [kv_heads, d, n] and V [kv_heads, n, d] that `row` sees, gathered once for all layers that read the same K/V."""
     source, k, v = rows.gathered.get((row, window), (0, None, None))
     if k is None or v is None or source != kv.k.data_ptr():

@@ -5,8 +5,9 @@ an H200 its bits equal the vendor's unsplit ones for every tile size tried, so t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 
 from lastrow.kernels._triton import TensorDescriptor, cdiv, gelu_tanh, jit, round_to, tl
 
+RowProduct = Callable[[], torch.Tensor]
 PARTS, BATCHED_ROWS, BATCHED_K = 4, 2, 2048  # longer sums and more rows are faster in one product
 
 
@@ -24,11 +26,26 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     of 8 (EPYC, one core, [3072, 192]) and on several cores at once, which its matrix-vector product does not there. On an Intel CPU
     that one reads 12 GB/s on one core and 18 to 45 on two, and the batched product half (Emerald Rapids; both torch 2.13)."""
     (m, k), n = x.shape, weight.shape[0]
-    few = m <= BATCHED_ROWS and k <= BATCHED_K and x.dtype is torch.float32 and x.device.type == "cpu" and is_amd()
-    if not few or n % PARTS or not weight.is_contiguous():
+    if m > BATCHED_ROWS or not _in_parts(weight) or x.dtype is not torch.float32:
         return F.linear(x, weight)
     y = torch.bmm(weight.view(PARTS, n // PARTS, k), x.t().expand(PARTS, k, m)).view(n, m)
     return y.view(1, n) if m == 1 else y.t().contiguous()
+
+
+def row_product(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> RowProduct:
+    """`reference` of one fp32 row on a CPU, x [1, K] -> out [1, N], to call again whenever x has changed."""
+    n, k = weight.shape
+    if _in_parts(weight):
+        parts = weight.view(PARTS, n // PARTS, k)
+        return partial(torch.bmm, parts, x.t().expand(PARTS, k, 1), out=out.view(PARTS, n // PARTS, 1))
+    return partial(torch.mm, x, weight.t(), out=out)
+
+
+def _in_parts(weight: torch.Tensor) -> bool:
+    """Whether few fp32 rows take a batched product over parts of this weight."""
+    n, k = weight.shape
+    fits = k <= BATCHED_K and n % PARTS == 0 and weight.is_contiguous()
+    return fits and weight.dtype is torch.float32 and weight.device.type == "cpu" and is_amd()
 
 
 @cache

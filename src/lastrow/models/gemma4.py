@@ -18,7 +18,7 @@ from lastrow.kernels.ops import Ops
 from lastrow.kernels.rope import rope_table
 from lastrow.kernels.rows import QueryRows
 from lastrow.kv.pool import KVPool
-from lastrow.models import single_row
+from lastrow.models import cpu_row, single_row
 from lastrow.models.batch import ForwardBatch
 from lastrow.models.config import Gemma4Config
 from lastrow.models.weights import ModelWeights, MoEWeights
@@ -42,11 +42,14 @@ class Gemma4Model:
             ),
             False: rope_table(config.head_dim, config.rope_theta_sliding, max_positions, None, embed.dtype, embed.device),
         }
+        self.cpu_row = cpu_row.CPURow(self) if cpu_row.supported(self) else None
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor | None:
         """Write the K/V of every row of `batch` into `pool`; return the final hidden state (after the last norm) of the
         wanted rows, [R, H], or None when no row is wanted."""
+        if batch.wanted is not None and self.cpu_row is not None and batch.rows.num_rows == 1 and batch.copies == (None, None):
+            return self.cpu_row.decode(batch, pool)
         if batch.wanted is not None and self.is_single_row(batch.rows):
             return single_row.decode(self, batch, pool)
         x, h = self.self_decoder(batch, pool)
@@ -75,6 +78,8 @@ class Gemma4Model:
         rows.gathered.clear()
         embedded, _ = self.embed(ids) if self.config.has_ple else (x, h)
         ple = self.per_layer_inputs(embedded, ids, cut, layers)
+        if self.cpu_row is not None and rows.num_rows == 1:
+            return self.cpu_row.run_layers(range(cut, layers), x, h, ple, rows, pool)
         if self.is_single_row(rows):
             return single_row.run_layers(self, range(cut, layers), x, h, ple, rows, pool)
         for i in range(cut, layers):

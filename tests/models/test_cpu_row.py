@@ -1,0 +1,111 @@
+"""One row by numpy's layers (models/cpu_row.py) against torch's, fp32.
+
+Tolerance. Both sum in fp32 in another order: over the shapes and steps below logits (up to 10) differ by at most 4.4e-5 and
+stored K/V (up to 4) by 1.8e-5, measured. 4e-4 and 1.5e-4 leave a factor of eight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lastrow.harness.direct import Chunk, DirectRunner
+from lastrow.harness.reference import RANDOM_SHAPES, model_of, random_reference
+from lastrow.kernels import matmul
+from lastrow.kernels.dispatch import ReferenceOps
+from lastrow.kernels.fixed_order_ops import FixedOrderReferenceOps
+from lastrow.models.cpu_row import Heads
+from lastrow.models.gemma4 import Gemma4Model
+
+pytest.importorskip("transformers")
+LOGITS, STORED = 4e-4, 1.5e-4
+WITH_EXPERTS = "26B-like, experts"
+SHAPES = [name for name in RANDOM_SHAPES if name != WITH_EXPERTS]
+
+
+def runners(name: str, **options: Any) -> tuple[DirectRunner, DirectRunner]:
+    """The same model twice: one row as numpy computes it, and as the general path does."""
+    reference, config = random_reference(RANDOM_SHAPES[name], seed=5)
+    by_row, general = (model_of(reference, config) for _ in "ab")
+    assert by_row.cpu_row is not None
+    general.cpu_row = None
+    first, second = (DirectRunner(model, 40, sequences=2, block_size=4, **options) for model in (by_row, general))
+    return first, second
+
+
+@pytest.mark.parametrize("amd", [True, False], ids=["amd", "intel"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_prompts_last_row_and_decoding(name: str, amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences take turns, so that nothing may stay of the one before; the second begins with its first token alone."""
+    monkeypatch.setattr(matmul, "is_amd", lambda: amd)
+    got, expected = runners(name)
+    ids = torch.randint(3, got.model.config.vocab_size, (2, 40)).tolist()
+    steps = [Chunk(ids[0][:13], 0, [12], 0), Chunk(ids[1][:1], 0, [0], 1)]
+    for n in range(20):
+        steps += [Chunk([ids[0][13 + n]], 13 + n, [0], 0), Chunk([ids[1][1 + n]], 1 + n, [0], 1)]
+    for step in steps:
+        torch.testing.assert_close(got.logits([step]), expected.logits([step]), atol=LOGITS, rtol=0)
+    for owner in got.model.config.owners:
+        for a, b in zip(got.pool.reader(owner).tensors(), expected.pool.reader(owner).tensors(), strict=True):
+            torch.testing.assert_close(a, b, atol=STORED, rtol=0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_int8_keys_and_values(name: str) -> None:
+    """What both read is the same; of what they store a value may fall on the other side of a rounding: one quantum, seldom."""
+    got, expected = runners(name, kv_cache_dtype="int8_per_token_head")
+    ids = torch.randint(3, got.model.config.vocab_size, (14,)).tolist()
+    torch.testing.assert_close(got.all_logits(ids[:13], [12]), expected.all_logits(ids[:13], [12]), atol=LOGITS, rtol=0)
+    for runner in (got, expected):
+        runner.forward([Chunk(ids[13:], 13, [0])])
+    for owner in got.model.config.owners:
+        a, b = got.pool.reader(owner), expected.pool.reader(owner)
+        for x, y in ((a.k, b.k), (a.v, b.v)):
+            difference = (x.int() - y.int()).abs()
+            assert int(difference.max()) <= 1 and float((difference > 0).float().mean()) < 0.01
+        for scale, of in ((a.k_scale, b.k_scale), (a.v_scale, b.v_scale)):
+            torch.testing.assert_close(scale, of, atol=STORED / 127, rtol=0)
+
+
+def test_a_result_stays_what_it_was_in_the_next_step() -> None:
+    got, _ = runners(SHAPES[0])
+    first = got.forward([Chunk([5], 0, [0])])
+    assert first is not None
+    kept = first.clone()
+    got.forward([Chunk([6], 1, [0])])
+    assert torch.equal(first, kept)
+
+
+def test_the_same_batch_again_reads_the_pool_again() -> None:
+    results = []
+    for runner in runners(SHAPES[0]):
+        runner.forward([Chunk(range(3, 9), 0)])
+        batch = runner.batch([Chunk([9], 6, [0])])
+        runner.model.forward(batch, runner.pool)
+        runner.forward([Chunk(range(23, 29), 0)])
+        results.append(runner.model.forward(batch, runner.pool))
+    torch.testing.assert_close(*results, atol=LOGITS, rtol=0)
+
+
+def test_large_scores_and_empty_heads_stay_finite() -> None:
+    got, expected = runners(SHAPES[0])
+    for layer in got.model.weights.layers:  # which both models share
+        layer.q_norm *= 100  # scores past 88, whose exponential fp32 does not hold
+    ids = list(range(3, 16))
+    scores = got.all_logits(ids, [12])
+    torch.testing.assert_close(scores, expected.all_logits(ids, [12]), atol=LOGITS, rtol=0)
+    assert bool(torch.isfinite(scores).all())
+    assert not Heads.over(np.zeros(8, np.float32), 4).norm(None, 1e-6).any()
+
+
+def test_experts_bf16_and_fixed_orders_take_the_general_path() -> None:
+    reference, config = random_reference(RANDOM_SHAPES[WITH_EXPERTS], seed=5)
+    assert model_of(reference, config).cpu_row is None
+    reference, config = random_reference(RANDOM_SHAPES[SHAPES[0]], seed=5)
+    weights = model_of(reference, config).weights
+    assert Gemma4Model(config, weights, FixedOrderReferenceOps(), 40).cpu_row is None
+    assert Gemma4Model(config, weights, ReferenceOps(), 40).cpu_row is not None
+    reference = reference.bfloat16()
+    assert model_of(reference, config).cpu_row is None
