@@ -125,8 +125,8 @@ def triton(
     warps: int = 1,
 ) -> torch.Tensor | None:
     """`reference` in one pass; the rotation is fp32 with one rounding at its end, and stored K/V are finite in every format.
-    qkv may be partial sums, [splits, T, ..] (split_linear.py). warps: of a token, the same however many tokens
-    there are: all of them sum a key's head together, so its bits depend on them."""
+    qkv may be partial sums, [splits, T, ..] (split_linear.py). warps: of a token; all of them sum a key's
+    head together, so its bits depend on them."""
     tokens, width = qkv.shape[-2:]
     stored = 0 if kv is None else kv_heads
     q_heads = width // head_dim - stored * (1 if k_eq_v else 2)

@@ -100,7 +100,9 @@ class TritonOps:
         self, qkv, positions, rope, q_weight, head_dim, eps, k_weight: Any = None, kv=None, slots: Any = None, kv_heads=0, k_eq_v=False
     ):
         self.counts["qkv_epilogue"] += 1
-        return qkv_epilogue.triton(qkv, positions, rope, q_weight, head_dim, eps, k_weight, kv, slots, kv_heads, k_eq_v)
+        # four warps are quicker for few tokens, with other sums
+        warps = 4 if qkv.shape[-2] <= split_linear.MAX_ROWS and not self.batch_invariant else 1
+        return qkv_epilogue.triton(qkv, positions, rope, q_weight, head_dim, eps, k_weight, kv, slots, kv_heads, k_eq_v, warps=warps)
 
     def copy_tokens(self, kv, copies):
         self.counts["copy_tokens"] += 1
