@@ -20,7 +20,7 @@ from lastrow.harness.reference import RANDOM_SHAPES, model_of, random_reference
 from lastrow.kernels import matmul
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kernels.fixed_order_ops import FixedOrderReferenceOps
-from lastrow.models.cpu_row import Heads
+from lastrow.models.cpu_row import CPURow, Heads
 from lastrow.models.gemma4 import Gemma4Model
 
 pytest.importorskip("transformers")
@@ -147,3 +147,24 @@ def test_one_row_that_copies_a_forks_block_takes_the_general_path() -> None:
             source, target = pairs[runner.model.group(owner)]
             for t in runner.pool.reader(owner).tensors():
                 assert bool(t[source, 2].any()) and torch.equal(t[target, :3], t[source, :3])
+
+
+def test_which_steps_take_which_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way out of use would give the same numbers."""
+    taken: list[range] = []
+    run = CPURow.run_layers
+    monkeypatch.setattr(CPURow, "run_layers", lambda self, layers, *rest: taken.append(layers) or run(self, layers, *rest))
+    got, _ = runners(SHAPES[0])
+    cut, layers = got.model.config.cut, got.model.config.num_hidden_layers
+    for chunks, expected in (
+        ([Chunk(range(3, 9), 0)], []),
+        ([Chunk(range(9, 12), 6, [2])], [range(cut, layers)]),
+        ([Chunk([12], 9, [0])], [range(layers)]),
+        ([Chunk([13], 10)], []),
+        ([Chunk([14, 15], 11, [0, 1])], []),
+        ([Chunk([16], 13, [0]), Chunk([5], 0, [0], 1)], []),
+        ([Chunk([17], 14), Chunk([6], 1, [0], 1)], [range(cut, layers)]),
+    ):
+        taken.clear()
+        got.forward(chunks)
+        assert taken == expected, chunks
