@@ -5,6 +5,10 @@ stored K/V (up to 4) by 1.8e-5, measured. 4e-4 and 1.5e-4 leave a factor of eigh
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +20,7 @@ from lastrow.harness.reference import RANDOM_SHAPES, model_of, random_reference
 from lastrow.kernels import matmul
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kernels.fixed_order_ops import FixedOrderReferenceOps
-from lastrow.models.cpu_row import Heads
+from lastrow.models.cpu_row import CPURow, Heads
 from lastrow.models.gemma4 import Gemma4Model
 
 pytest.importorskip("transformers")
@@ -109,3 +113,58 @@ def test_experts_bf16_and_fixed_orders_take_the_general_path() -> None:
     assert Gemma4Model(config, weights, ReferenceOps(), 40).cpu_row is not None
     reference = reference.bfloat16()
     assert model_of(reference, config).cpu_row is None
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+def test_a_copied_model_gives_the_same(duplicate: Any) -> None:
+    got, general = runners(SHAPES[0])
+    twin = duplicate(got.model)
+    assert twin.cpu_row is not None and twin.cpu_row.model is twin and duplicate(general.model).cpu_row is None
+    other = DirectRunner(twin, 40, sequences=2, block_size=4)
+    for step in (Chunk([5], 0, [0]), Chunk([6], 1, [0])):
+        assert torch.equal(got.logits([step]), other.logits([step]))
+
+
+def test_infinite_weights_give_what_torch_gives_without_a_warning() -> None:
+    got, general = runners(SHAPES[0])
+    got.model.weights.layers[1].o[0, 0] = float("inf")  # which both models share
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = [runner.logits([Chunk([5], 0, [0])]) for runner in (got, general)]
+    assert not bool(torch.isfinite(results[0]).any())
+    torch.testing.assert_close(*results, atol=LOGITS, rtol=0, equal_nan=True)
+
+
+def test_one_row_that_copies_a_forks_block_takes_the_general_path() -> None:
+    """max_num_seqs=1 with n=2 makes such steps: the copy is part of the forward, behind each owner's store."""
+    for runner in runners(SHAPES[0]):
+        runner.forward([Chunk(range(3, 9), 0)])
+        batch = runner.batch([Chunk([9], 6, [0])])
+        pairs = [(int(table[0, 1]), int(table[1, 0])) for table in batch.rows.block_tables]  # position 6 is the block's third
+        full, sliding = (torch.tensor([[source, target, 0, 3]], dtype=torch.int32) for source, target in pairs)
+        runner.model.forward(replace(batch, copies=(full, sliding)), runner.pool)
+        for owner in runner.model.config.owners:
+            source, target = pairs[runner.model.group(owner)]
+            for t in runner.pool.reader(owner).tensors():
+                assert bool(t[source, 2].any()) and torch.equal(t[target, :3], t[source, :3])
+
+
+def test_which_steps_take_which_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way out of use would give the same numbers."""
+    taken: list[range] = []
+    run = CPURow.run_layers
+    monkeypatch.setattr(CPURow, "run_layers", lambda self, layers, *rest: taken.append(layers) or run(self, layers, *rest))
+    got, _ = runners(SHAPES[0])
+    cut, layers = got.model.config.cut, got.model.config.num_hidden_layers
+    for chunks, expected in (
+        ([Chunk(range(3, 9), 0)], []),
+        ([Chunk(range(9, 12), 6, [2])], [range(cut, layers)]),
+        ([Chunk([12], 9, [0])], [range(layers)]),
+        ([Chunk([13], 10)], []),
+        ([Chunk([14, 15], 11, [0, 1])], []),
+        ([Chunk([16], 13, [0]), Chunk([5], 0, [0], 1)], []),
+        ([Chunk([17], 14), Chunk([6], 1, [0], 1)], [range(cut, layers)]),
+    ):
+        taken.clear()
+        got.forward(chunks)
+        assert taken == expected, chunks

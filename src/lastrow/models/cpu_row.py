@@ -161,6 +161,7 @@ class CPURow:
         x, h = model.embed(batch.input_ids)
         return self.run_layers(layers, x, h, model.per_layer_inputs(x, batch.input_ids, 0, len(layers)), batch.rows, pool, batch)
 
+    @np.errstate(all="ignore")  # broken weights give NaN without a word, as from torch
     def run_layers(
         self, layers: Iterable[int], x: torch.Tensor, h: torch.Tensor, ple: torch.Tensor | None, rows: QueryRows, pool: KVPool,
         batch: ForwardBatch | None = None,

@@ -10,6 +10,8 @@ There is no second path: "full prefill" is this code with every row wanted. Nume
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -43,6 +45,14 @@ class Gemma4Model:
             False: rope_table(config.head_dim, config.rope_theta_sliding, max_positions, None, embed.dtype, embed.device),
         }
         self.cpu_row = cpu_row.CPURow(self) if cpu_row.supported(self) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without cpu_row, only whether there is one: in a copy numpy's half of its buffers and torch's would part, unnoticed."""
+        return self.__dict__ | {"cpu_row": self.cpu_row is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.cpu_row = cpu_row.CPURow(self) if state["cpu_row"] else None
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor | None:
