@@ -89,6 +89,11 @@ def test_the_prefill_bench_checks_its_arms_times_them_and_writes_its_record(
     assert len(list(tmp_path.glob("data/*/*.svg"))) == 2
 
 
+def test_the_median_of_an_even_number_of_rounds_lies_between_the_two_in_the_middle() -> None:
+    rows = [{"arm": "fast", "length": 9, "ms": ms, "round": i} for i, ms in enumerate((4.0, 1.0, 2.0, 9.0))]
+    assert bench.summarize(rows, 9, ["fast"])["median_ms"] == {"fast": 3.0}
+
+
 def test_an_arm_that_computes_something_else_stops_the_bench() -> None:
     import torch
 

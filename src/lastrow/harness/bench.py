@@ -8,6 +8,7 @@ layer (the same code with rows=all), `fast again` is the null arm: what it diffe
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -190,7 +191,7 @@ def summarize(rows: Sequence[dict[str, Any]], length: int, arms: Sequence[str]) 
     times = {arm: [row["ms"] for row in rows if row["arm"] == arm and row["length"] == length] for arm in arms}
     result: dict[str, Any] = {
         "length": length,
-        "median_ms": {arm: round(float(torch.tensor(ms).median()), 3) for arm, ms in times.items()},
+        "median_ms": {arm: round(statistics.median(ms), 3) for arm, ms in times.items()},
         "min_ms": {arm: min(ms) for arm, ms in times.items()},
         "ratio": {},
     }
