@@ -47,8 +47,9 @@ def install() -> None:
         return TensorHandle(_from_float(_to_float(src.data, source), target).reshape(src.data.shape), target)
 
     def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any) -> TensorHandle:
-        product = np.matmul(_to_float(a.data, a.dtype.scalar), _to_float(b.data, b.dtype.scalar))
-        return TensorHandle(product + d.data, d.dtype.scalar)
+        # summed in fp64: numpy's BLAS gives a row other fp32 bits among 64 rows than among 16 on some processors (OpenBLAS on an EPYC)
+        product = np.matmul(_to_float(a.data, a.dtype.scalar).astype(np.float64), _to_float(b.data, b.dtype.scalar).astype(np.float64))
+        return TensorHandle(product.astype(np.float32) + d.data, d.dtype.scalar)
 
     plain_patch = interpreter._patch_lang_tensor
 
