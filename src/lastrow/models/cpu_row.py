@@ -1,8 +1,8 @@
 """Layers on one fp32 row on a CPU: the same layers as Gemma4Model.attend and after_attention, with buffers made once.
 
 One row's operations on a few hundred numbers cost torch several times what they compute: an allocation, and Python's way to the
-kernel. Here norms, rotations and residual adds are numpy's, in place, on memory that torch's products read and write, too. Behind the
-cut of a prompt this is half of the time (docs/benchmarks); larger models are bound by their weights' bytes either way."""
+kernel. Here norms, rotations and residual adds are numpy's, in place, on memory that torch's products read and write, too. For
+`e2b-eighth` such calls were half of the time behind a prompt's cut (docs/benchmarks); the larger a model, the more it is the weights."""
 
 from __future__ import annotations
 
