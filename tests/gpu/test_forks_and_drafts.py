@@ -37,6 +37,22 @@ def test_drafts_give_the_tokens_of_plain_decoding(heldout: list[dict[str, Any]],
         assert sum(a == b for a, b in zip(got, expected, strict=True)) >= 0.75 * len(expected)
 
 
+def test_sampled_requests_follow_drafts_and_draw_what_they_would_without(heldout: list[dict[str, Any]]) -> None:
+    """A draw's seed and place go with its token, wherever the drafts before it ended; logprobs are of its row."""
+    rows = [row for row in heldout if row["id"] < 2]
+    prompts = [row["prompt_ids"] for row in rows]
+    params = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=40, logprobs=2) for i in range(len(rows))]
+    plain, drafting = LLM("tiny-e", **SMALL, batch_invariant=True), LLM("tiny-e", **SMALL, **DRAFTS)
+    follows, execute = [], drafting.engine.runner.execute
+    drafting.engine.runner.execute = lambda out: follows.append(any(part.follows for part in out.scheduled)) or execute(out)
+    said = [
+        [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params, use_tqdm=False)]
+        for llm in (plain, drafting)
+    ]
+    assert sum(follows) > 0.3 * len(follows) and drafting.engine.runner.speculator.stats.num_accepted_tokens > 100
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_questions_in_one_pass_are_those_asked_alone(batch_invariant: bool) -> None:
     llm = LLM("tiny-e", **SMALL, batch_invariant=batch_invariant)
