@@ -80,6 +80,45 @@ def split(q, pool, rows, table, window, chunk=32, **config):
     return attention_rows.triton(q, pool, rows, table, window, out=out, chunk=chunk if q.device.type == "cpu" else 128, **config)
 
 
+def one_row_at_a_time(q, pool, rows, table, window):
+    """In fp64, from the pool's slots: what the reference is held against."""
+    out, size, group = torch.empty_like(q, dtype=torch.float64), pool.block_size, q.shape[1] // pool.k.shape[2]
+    for i, position in enumerate(rows.positions.tolist()):
+        at = torch.arange(max(position - window + 1, 0) if window else 0, position + 1)
+        slots = table[int(rows.seq_index[i])][at // size].long() * size + at % size
+        k, v = (x.flatten(0, 1)[slots].double().repeat_interleave(group, 1) for x in (pool.k, pool.v))
+        out[i] = torch.einsum("hn,nhd->hd", torch.einsum("hd,nhd->hn", q[i].double(), k).softmax(-1), v)
+    return out
+
+
+MANY_ROWS = {  # more than one chunk
+    "two chunks": ([150, 70], None, 4, 1, 32, 0),
+    "a window smaller than a chunk": ([150, 70], None, 4, 2, 32, 40),
+    "a window larger than a chunk": ([230], None, 4, 1, 32, 100),
+    "a later chunk in a window": ([230], [list(range(90, 230))], 8, 2, 32, 100),
+    "every other row": ([230], [list(range(61, 230, 2))], 4, 2, 32, 50),
+    "every other row of all keys": ([200, 3], [list(range(1, 200, 2)), [0, 1, 2]], 4, 1, 32, 0),
+}
+
+
+@pytest.mark.parametrize("path", ["products", "sdpa", "sdpa in bf16"])
+@pytest.mark.parametrize("name", [*CASES, *MANY_ROWS])
+def test_the_reference_is_the_sum_over_each_rows_keys(monkeypatch, name, path):
+    q, pool, rows, table, window = build((CASES | MANY_ROWS)[name], "auto", BF16 if "bf16" in path else FP32, "cpu")
+    calls = []
+    if path == "products":  # a query out of a wider tensor, as qkv_epilogue gives it
+        monkeypatch.setattr(attention.F, "scaled_dot_product_attention", None)
+        q = torch.cat([q, torch.full_like(q[:, :1], float("nan"))], 1)[:, :-1]
+    else:
+        if path == "sdpa":
+            monkeypatch.setattr(attention, "SCORES", 0)
+        sdpa = attention.F.scaled_dot_product_attention
+        monkeypatch.setattr(attention.F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or sdpa(*a, **k))
+    got = attention.reference(q, pool, rows, table, window)
+    assert bool(calls) == (path == "sdpa in bf16" or (path == "sdpa" and max(rows.q_lens) > 1))
+    assert relative_error(got.double(), one_row_at_a_time(q, pool, rows, table, window)) < LIMIT[q.dtype]
+
+
 KERNELS = pytest.mark.parametrize("kernel", [tiled, split])
 
 

@@ -101,7 +101,7 @@ def test_large_scores_and_empty_heads_stay_finite() -> None:
     scores = got.all_logits(ids, [12])
     torch.testing.assert_close(scores, expected.all_logits(ids, [12]), atol=LOGITS, rtol=0)
     assert bool(torch.isfinite(scores).all())
-    assert not Heads.over(np.zeros(8, np.float32), 4).norm(None, 1e-6).any()
+    assert not Heads(np.zeros(8, np.float32), 4).norm(None, 1e-6).any()
 
 
 def test_experts_bf16_and_fixed_orders_take_the_general_path() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -14,6 +15,7 @@ from lastrow.kernels.kv_cache import PagedKV
 from lastrow.kernels.rows import QueryRows
 
 QUERY_CHUNK = 64  # rows per call: sliding layers skip keys outside the chunk's window, full layers those behind it
+SCORES = 1 << 22  # of a chunk, for all heads (16 MB): at most so many are held at a time
 
 
 def reference(q: torch.Tensor, kv: PagedKV, rows: QueryRows, block_table: torch.Tensor, window: int) -> torch.Tensor:
@@ -28,7 +30,7 @@ def reference(q: torch.Tensor, kv: PagedKV, rows: QueryRows, block_table: torch.
         elif count:
             blocks = block_table[int(rows.seq_index[first])]
             positions = rows.positions[first : first + count]
-            parts += _sequence(q[first : first + count], kv, blocks, positions, window)
+            parts.append(_sequence(q[first : first + count], kv, blocks, positions, window))
         first += count
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(q)
 
@@ -50,39 +52,76 @@ def keys_of_row(kv: PagedKV, rows: QueryRows, row: int, block_table: torch.Tenso
     return k, v
 
 
-def _sequence(q: torch.Tensor, kv: PagedKV, blocks: torch.Tensor, positions: torch.Tensor, window: int) -> list[torch.Tensor]:
+def _sequence(q: torch.Tensor, kv: PagedKV, blocks: torch.Tensor, positions: torch.Tensor, window: int) -> torch.Tensor:
     """Attention of one sequence's rows, chunk by chunk over K/V gathered once."""
-    count = q.shape[0]
+    count, heads, _ = q.shape
     start, end = int(positions[0]), int(positions[-1]) + 1
     low = max(start - window + 1, 0) if window else 0
-    k, v = (x.transpose(0, 1)[None] for x in kv_cache.load(kv, blocks, low, end, q.dtype))
-    adjacent = end - start == count
-    parts = []
+    k, v = (x.transpose(0, 1) for x in kv_cache.load(kv, blocks, low, end, q.dtype))
+    if end - start == count:
+        chunks = _adjacent_chunks(start, count, window, q.dtype, q.device)
+    else:
+        chunks = [_chunk(positions[i : i + QUERY_CHUNK], i, low, window, q.dtype) for i in range(0, count, QUERY_CHUNK)]
+    scores = heads * max(chunk.mask.numel() for chunk in chunks)
+    if q.dtype is torch.float32 and scores <= SCORES:
+        return _by_products(q, k, v, chunks, q.new_empty(scores))
+    out = q.new_empty(q.shape)
+    for chunk in chunks:
+        keys, values = k[None, :, chunk.keys], v[None, :, chunk.keys]
+        of, mask = q[chunk.rows].transpose(0, 1)[None], None if chunk.mask.shape[0] == 1 else chunk.mask  # one row reads all its keys
+        o = F.scaled_dot_product_attention(of, keys, values, attn_mask=mask, scale=1.0, enable_gqa=True)
+        out[chunk.rows] = o[0].transpose(0, 1)
+    return out
+
+
+def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[_Chunk], room: torch.Tensor) -> torch.Tensor:
+    """q [N, heads, d], k and v [kv_heads, keys, d] in fp32 -> [N, heads, d]; a chunk's scores lie in `room`. Two products take 0.8 of
+    sdpa's time on a CPU and round no score; the scores of a long context would find no room in its caches."""
+    (count, heads, d), kv_heads = q.shape, k.shape[0]
+    group = heads // kv_heads
+    # the query heads of a K/V head are rows of one product
+    queries = q.view(count, kv_heads, group, d).transpose(0, 1).reshape(kv_heads, count * group, d)
+    out = torch.empty_like(queries)
+    for of, keys, values, to in zip(queries, k.transpose(1, 2), v, out, strict=True):
+        for chunk in chunks:
+            n, m = chunk.mask.shape
+            rows = slice(chunk.rows.start * group, chunk.rows.stop * group)
+            scores = room[: n * group * m].view(n * group, m)
+            scores.view(n, group, m).copy_(chunk.mask[:, None])
+            torch.addmm(scores, of[rows], keys[:, chunk.keys], out=scores)
+            torch.softmax(scores, -1, out=scores)
+            torch.mm(scores, values[chunk.keys], out=to[rows])
+    return out.view(kv_heads, count, group, d).transpose(0, 1).reshape(q.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """rows: some of a sequence's rows. keys: those that any of them reads, of the gathered ones. mask [rows, keys]: what is added."""
+
+    rows: slice
+    keys: slice
+    mask: torch.Tensor
+
+
+def _chunk(positions: torch.Tensor, first_row: int, low: int, window: int, dtype: torch.dtype) -> _Chunk:
+    """Rows at any ascending positions, over keys that were gathered from `low` on."""
+    first, last = int(positions[0]), int(positions[-1]) + 1
+    first = max(first - window + 1, 0) if window else 0
+    mask = _mask(positions[:, None], torch.arange(first, last, device=positions.device), window, dtype)
+    return _Chunk(slice(first_row, first_row + positions.shape[0]), slice(first - low, last - low), mask)
+
+
+@lru_cache(maxsize=32)
+def _adjacent_chunks(start: int, count: int, window: int, dtype: torch.dtype, device: torch.device) -> tuple[_Chunk, ...]:
+    """Rows at `count` positions from `start` on. Made once for all layers that have the same window."""
+    low, chunks = max(start - window + 1, 0) if window else 0, []
     for i in range(0, count, QUERY_CHUNK):
         j = min(i + QUERY_CHUNK, count)
-        first, last = (start + i, start + j) if adjacent else (int(positions[i]), int(positions[j - 1]) + 1)
-        from_key = max(first - window + 1, 0) if window else 0
-        if j - i == 1:
-            mask = None  # one row reads every key of the slice
-        elif adjacent:
-            mask = _adjacent_mask(j - i, last - from_key, window, q.dtype, q.device)
-        else:
-            keys = torch.arange(from_key, last, device=q.device)
-            mask = keys <= positions[i:j, None]
-            if window:
-                mask &= keys > positions[i:j, None] - window
-        keys_of_chunk = slice(from_key - low, last - low)
-        o = F.scaled_dot_product_attention(
-            q[i:j].transpose(0, 1)[None], k[:, :, keys_of_chunk], v[:, :, keys_of_chunk], attn_mask=mask, scale=1.0, enable_gqa=True
-        )
-        parts.append(o[0].transpose(0, 1))
-    return parts
-
-
-def _adjacent_mask(rows: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The mask [rows, keys] of adjacent positions whose last row sits on the last key, as a view of a cached larger one."""
-    width = window - 1 + QUERY_CHUNK if window else 1 << (keys - 1).bit_length()
-    return _mask_template(width, window, dtype, device)[-rows:, -keys:]
+        first, last = max(start + i - window + 1, 0) if window else 0, start + j
+        width = window - 1 + QUERY_CHUNK if window else 1 << (last - 1).bit_length()
+        mask = _mask_template(width, window, dtype, device)[i - j :, first - last :]
+        chunks.append(_Chunk(slice(i, j), slice(first - low, last - low), mask))
+    return tuple(chunks)
 
 
 @lru_cache(maxsize=16)
@@ -90,11 +129,15 @@ def _mask_template(width: int, window: int, dtype: torch.dtype, device: torch.de
     """[QUERY_CHUNK, width], 0 where row i may read and -inf elsewhere. Counted from the last key the pattern does not depend on
     positions, so one template serves every layer, chunk and prompt."""
     row = torch.arange(QUERY_CHUNK, device=device)[:, None] - QUERY_CHUNK
-    key = torch.arange(width, device=device) - width
+    return _mask(row, torch.arange(width, device=device) - width, window, dtype)
+
+
+def _mask(row: torch.Tensor, key: torch.Tensor, window: int, dtype: torch.dtype) -> torch.Tensor:
+    """0 where the row at position `row` [n, 1] may read `key` [keys], and -inf elsewhere."""
     hidden = key > row
     if window:
         hidden |= key <= row - window
-    return torch.zeros(QUERY_CHUNK, width, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=dtype, device=row.device).masked_fill_(hidden, float("-inf"))
 
 
 # ------------------------------------------------------------------------------------------------------------ tiled kernel

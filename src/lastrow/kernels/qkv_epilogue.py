@@ -30,17 +30,18 @@ def reference(
 
     Writes K (normed, rotated) and V (normed without weight) of every row at its slot; a negative slot writes nothing.
     Returns q [T, heads, head_dim] normed and rotated, or None without q_weight."""
-    tokens = qkv.shape[0]
     cos_sin = rope.index_select(0, positions)
-    heads = qkv.view(tokens, -1, head_dim)
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
     stored = 0 if kv is None else kv_heads * (1 if k_eq_v else 2)
     num_q = heads.shape[1] - stored
+    num_turned = num_q if kv is None else num_q + kv_heads
+    # keys turn with the queries: so few numbers would take almost as long alone
+    weights = [w.expand(n, head_dim) for w, n in ((q_weight, num_q), (k_weight, num_turned - num_q)) if w is not None]
+    turned = apply_rope(rms_norm(heads[:, :num_turned], torch.cat(weights), eps), cos_sin)
     if kv is not None and slots is not None:
-        raw_k = heads[:, num_q : num_q + kv_heads]
-        raw_v = raw_k if k_eq_v else heads[:, num_q + kv_heads :]
-        k = apply_rope(rms_norm(raw_k, k_weight, eps), cos_sin)
-        kv_cache.store(kv, slots, k, rms_norm(raw_v, None, eps))
-    return None if q_weight is None else apply_rope(rms_norm(heads[:, :num_q], q_weight, eps), cos_sin)
+        raw_v = heads[:, num_q:] if k_eq_v else heads[:, num_turned:]
+        kv_cache.store(kv, slots, turned[:, num_q:], rms_norm(raw_v, None, eps))
+    return None if q_weight is None else turned[:, :num_q]
 
 
 @jit

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from lastrow.kernels import attention, kv_cache, matmul
 from lastrow.kernels.matmul import RowProduct
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from lastrow.models.gemma4 import Gemma4Model
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
+Turn = tuple[Array, Array]
+gelu: Any = F.gelu  # takes out=, which its stub does not know; torch.ops.aten.gelu.out is slower to call by 2 us
 
 
 def supported(model: Gemma4Model) -> bool:
@@ -31,6 +34,12 @@ def supported(model: Gemma4Model) -> bool:
     embed = model.weights.embed
     plain = model.ops.name == "reference" and not model.ops.batch_invariant
     return plain and embed.dtype is torch.float32 and embed.device.type == "cpu" and not model.config.is_moe
+
+
+def _turn(cos_sin: Array) -> Turn:
+    """A position's cos and sin, [2, d/2], as `Heads.rotate` takes them."""
+    cos, sin = cos_sin
+    return cos, np.stack([-sin, sin])
 
 
 class Buffer:
@@ -41,19 +50,17 @@ class Buffer:
         self.numpy: Array = self.torch.numpy()[0]
 
 
-@dataclass(slots=True)
 class Heads:
-    """Room for the heads of one layer's width, [heads, d] and as the halves that turn with each other."""
+    """Room for the heads of one layer's width, [heads, d], and the halves that turn with each other, [heads, 2, d/2]."""
 
-    raw: Array
-    normed: Array
-    rotated: Array
-    size: int
-
-    @classmethod
-    def over(cls, raw: Array, d: int) -> Heads:
-        raw = raw.reshape(-1, d)
-        return cls(raw, np.empty_like(raw), np.empty_like(raw), d)
+    def __init__(self, raw: Array, d: int) -> None:
+        self.raw: Array = raw.reshape(-1, d)
+        self.normed: Array = np.empty_like(self.raw)
+        self.rotated: Array = np.empty_like(self.raw)
+        self.size = d
+        self._halves, self._turned = self.normed.reshape(-1, 2, d // 2), self.rotated.reshape(-1, 2, d // 2)
+        self._swapped = self._halves[:, ::-1]
+        self._scratch: Array = np.empty_like(self._halves)
 
     def norm(self, weight: Array | None, eps: float) -> Array:
         """RMSNorm of each head."""
@@ -66,15 +73,12 @@ class Heads:
         np.divide(x, squares[:, None], y)
         return y if weight is None else np.multiply(y, weight, y)
 
-    def rotate(self, cos_sin: Array) -> Array:
-        """`normed`, rotated: element j turns with element j + d/2."""
-        half = self.size // 2
-        (cos, sin), x, y = cos_sin, self.normed, self.rotated
-        left, right = x[:, :half], x[:, half:]
-        np.multiply(x.reshape(-1, 2, half), cos, y.reshape(-1, 2, half))
-        y[:, :half] -= right * sin
-        y[:, half:] += left * sin
-        return y
+    def rotate(self, cos: Array, signed_sin: Array) -> Array:
+        """`normed`, rotated: element j turns with element j + d/2. cos [d/2], signed_sin [2, d/2]: -sin and sin."""
+        np.multiply(self._halves, cos, self._turned)
+        np.multiply(self._swapped, signed_sin, self._scratch)
+        np.add(self._turned, self._scratch, self._turned)
+        return self.rotated
 
 
 @dataclass(slots=True)
@@ -128,7 +132,7 @@ class CPURow:
             # with k_eq_v the last rows are the keys' and the values' both
             queries, keys, values = whole.numpy[:width], whole.numpy[width : width + kv_heads * d], whole.numpy[-kv_heads * d :]
             project = matmul.row_product(w.qkv, self.h.torch, whole.torch)
-            own = (project, Heads.over(queries, d), Heads.over(keys, d), Heads.over(values, d))
+            own = (project, Heads(queries, d), Heads(keys, d), Heads(values, d))
         if w.ple_gate is not None and w.ple_projection is not None and w.post_ple_norm is not None:
             of_layer = self._buffer("per-layer gate", w.ple_gate.shape[0])
             project = matmul.row_product(w.ple_projection, of_layer.torch, self.y.torch)
@@ -136,7 +140,7 @@ class CPURow:
         return Layer(
             queries=matmul.row_product(w.qkv[:width], self.h.torch, q.torch),
             own=own,
-            heads=Heads.over(q.numpy, d),
+            heads=Heads(q.numpy, d),
             k_norm=None if w.k_norm is None else w.k_norm.numpy(),
             q_norm=w.q_norm.numpy(),
             attended=o.numpy.reshape(kv_heads, -1, d),
@@ -171,23 +175,22 @@ class CPURow:
         ple [1, n, P] of these layers. With `batch`, owners store the row's K/V; without it all K/V is there."""
         model, eps = self.model, self.model.config.rms_norm_eps
         position = int(rows.positions[0])
-        rope = {full: table[position].numpy() for full, table in model.rope.items()}
-        gelu = torch.ops.aten.gelu.out
+        rope = {full: _turn(table[position].numpy()) for full, table in model.rope.items()}
         self.x.torch.copy_(x)
         self.h.torch.copy_(h)
         gates = None if ple is None else ple.numpy()[0]
         for n, i in enumerate(layers):
             layer = self.layers[i]
-            cos_sin = rope[model.config.is_full(i)]
+            turn = rope[model.config.is_full(i)]
             if batch is None or layer.own is None:
                 layer.queries()
                 heads = layer.heads
             else:
                 project, heads, keys, values = layer.own
                 project()
-                self._store(i, layer, keys, values, cos_sin, batch, pool)
+                self._store(i, layer, keys, values, turn, batch, pool)
             heads.norm(layer.q_norm, eps)
-            self._attend(i, layer, heads.rotate(cos_sin), rows, pool)
+            self._attend(i, layer, heads.rotate(*turn), rows, pool)
             layer.o()
             self._add_normed(layer.post_attention_norm)
             self._normed(layer.pre_feedforward_norm)
@@ -208,10 +211,10 @@ class CPURow:
             self._normed(layer.norm_after)
         return self.h.torch.clone()
 
-    def _store(self, i: int, layer: Layer, keys: Heads, values: Heads, cos_sin: Array, batch: ForwardBatch, pool: KVPool) -> None:
+    def _store(self, i: int, layer: Layer, keys: Heads, values: Heads, turn: Turn, batch: ForwardBatch, pool: KVPool) -> None:
         eps = self.model.config.rms_norm_eps
         keys.norm(layer.k_norm, eps)
-        k, v = keys.rotate(cos_sin), values.norm(None, eps)
+        k, v = keys.rotate(*turn), values.norm(None, eps)
         kv_cache.store(pool.writer(i), batch.slots[self.model.group(i)], torch.from_numpy(k)[None], torch.from_numpy(v)[None])
 
     def _attend(self, i: int, layer: Layer, q: Array, rows: QueryRows, pool: KVPool) -> None:
