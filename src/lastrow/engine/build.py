@@ -16,6 +16,7 @@ from lastrow.engine.cache import EngineCache, make_kv_manager
 from lastrow.engine.cuda_graphs import CUDAGraphs, GraphBuckets, attention_tile_rows
 from lastrow.engine.draft_graphs import DraftGraphs
 from lastrow.engine.engine import LLMEngine
+from lastrow.engine.heap import keep_freed_memory
 from lastrow.engine.invariance import check_invariance
 from lastrow.engine.memory import MemoryForecast, forecast
 from lastrow.engine.model_runner import ModelRunner
@@ -48,6 +49,8 @@ def build_engine(config: EngineConfig, model: Gemma4Model | None = None, buckets
     """A ready engine. model: weights that are there already, for several engines over one set of them. buckets: what is captured
     (default: all sizes up to the limits). Raises ConfigError, TokenizerError or WeightsError with the reason."""
     device = choose_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     config = config.for_device(device.type == "cuda")
     folder = None if config.shape else resolve_model(config.model, config.revision)
     shape = named_shape(config.shape) if config.shape else from_file(folder or "")

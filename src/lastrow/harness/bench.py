@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lastrow.engine.heap import keep_freed_memory
 from lastrow.harness import plots
 from lastrow.harness.direct import Chunk, DirectRunner
 from lastrow.harness.info import work_per_prompt_token
@@ -166,6 +167,7 @@ def run(bench: PrefillBench) -> dict[str, Any]:
 
     Raises ConfigError for an unknown shape and RuntimeError when the arms do not compute the same logits."""
     config = named_shape(bench.shape)
+    keep_freed_memory()  # for every arm: what LLM does on a CPU
     if bench.threads:
         torch.set_num_threads(bench.threads)
     if max(bench.lengths) > config.max_position_embeddings:

@@ -24,7 +24,6 @@ from lastrow.models.config import ConfigError
 from lastrow.server import wire
 from lastrow.server.channel import Channel
 from lastrow.server.garbage import settle
-from lastrow.server.heap import keep_freed_memory
 
 logger = logging.getLogger("lastrow.engine")
 STATS_INTERVAL = 0.25
@@ -282,10 +281,8 @@ def main(config: EngineConfig, connection: Connection, log_level: int) -> None:
 def _build(config: EngineConfig) -> LLMEngine:
     """A warm engine: weights loaded, grammars ready, one prompt computed."""
     from lastrow.core.sampling_params import SamplingParams
-    from lastrow.engine.build import build_engine, choose_device
+    from lastrow.engine.build import build_engine
 
-    if choose_device(config.device).type == "cpu":
-        keep_freed_memory()
     engine = build_engine(config)
     fit_length_to_pool(engine.scheduler)
     engine.prepare_grammars()
