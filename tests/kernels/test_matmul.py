@@ -60,8 +60,8 @@ def test_fused_geglu_at_real_size(intermediate):
     assert relative_error(fused, geglu.reference(h.float(), geglu.reference_pack(gate, up).float())) < 6e-3
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("shape", [(64, 96), (65, 96), (64, 3072)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 128, 129])
+@pytest.mark.parametrize("shape", [(64, 96), (65, 96), (64, 3072), (130, 2048)])
 @pytest.mark.parametrize("amd", [True, False])
 def test_few_rows_on_a_cpu_are_the_same_product(monkeypatch, rows, shape, amd):
     monkeypatch.setattr(matmul, "is_amd", lambda: amd)
@@ -70,3 +70,15 @@ def test_few_rows_on_a_cpu_are_the_same_product(monkeypatch, rows, shape, amd):
     assert got.is_contiguous()  # the sampler writes into logits by flat index
     # k products of size 1 in another order: each addition rounds by at most 2^-24 of a partial sum of size sqrt(k)
     torch.testing.assert_close(got, x @ w.T, rtol=0, atol=shape[1] ** 1.5 * 2.0**-23)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 256, 257])
+@pytest.mark.parametrize("amd", [True, False])
+def test_geglu_on_a_cpu_is_the_same_whichever_way_its_products_go(monkeypatch, rows, amd):
+    monkeypatch.setattr(matmul, "is_amd", lambda: amd)
+    h, gate, up, down = torch.randn(rows, 48), torch.randn(96, 48), torch.randn(96, 48), torch.randn(24, 96)
+    act = geglu.reference(h, geglu.reference_pack(gate, up))
+    expected = torch.nn.functional.gelu(h.double() @ gate.T.double(), approximate="tanh") * (h.double() @ up.T.double())
+    # sums of 48 products of size 1, their product, and 96 of these: far from the 1e-4 that a swapped row or half would be
+    assert relative_error(act.double(), expected) < 1e-6
+    assert relative_error(matmul.reference(act, down).double(), expected @ down.T.double()) < 1e-6

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -168,3 +170,25 @@ def test_which_steps_take_which_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.clear()
         got.forward(chunks)
         assert taken == expected, chunks
+
+
+STEPS = """
+import time
+import torch
+from lastrow import LLM, SamplingParams
+torch.set_num_threads(2)
+llm = LLM("x", shape="e2b-eighth", load_format="dummy", dtype="float32", device="cpu", max_model_len=2048, max_num_seqs=1,
+          kv_cache_memory_bytes=32_000_000)
+for tokens in (100, 1500):
+    times = []
+    for _ in llm.stream({"prompt_token_ids": list(range(3, 3 + tokens))}, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)):
+        times.append(time.perf_counter())
+    print(sorted(b - a for a, b in zip(times[1:], times[2:]))[6])
+"""
+
+
+def test_a_row_that_sees_many_keys_does_not_wait_for_another_librarys_threads() -> None:
+    """A product of 1,500 keys by numpy's BLAS made a step of 10 ms one of 70 and more: its threads and torch's took turns of 8 ms."""
+    made = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
+    few, many = map(float, made.stdout.split())
+    assert many < 4 * few, made.stdout

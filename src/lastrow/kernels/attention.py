@@ -26,7 +26,8 @@ def reference(q: torch.Tensor, kv: PagedKV, rows: QueryRows, block_table: torch.
     first = 0
     for count in rows.q_lens:
         if count == 1 and q.dtype is torch.float32:
-            parts.append(_one_row(q[first], *keys_of_row(kv, rows, first, block_table, window)))
+            k, v = keys_of_row(kv, rows, first, block_table, window)
+            parts.append(one_row(q[first].view(k.shape[0], -1, q.shape[2]), k, v).view(1, *q.shape[1:]))
         elif count:
             blocks = block_table[int(rows.seq_index[first])]
             positions = rows.positions[first : first + count]
@@ -35,10 +36,11 @@ def reference(q: torch.Tensor, kv: PagedKV, rows: QueryRows, block_table: torch.
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(q)
 
 
-def _one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [heads, d], k [kv_heads, d, n], v [kv_heads, n, d] -> [1, heads, d]: one row sees all n keys. fp32: the scores are not rounded."""
-    scores = torch.bmm(q.view(k.shape[0], -1, q.shape[1]), k)
-    return torch.bmm(torch.softmax(scores, -1), v).view(1, *q.shape)
+def one_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """One row, which sees all n keys: q [kv_heads, group, d], k [kv_heads, d, n], v [kv_heads, n, d] -> [kv_heads, group, d]. fp32: the
+    scores are not rounded."""
+    scores = torch.bmm(q, k)
+    return torch.bmm(torch.softmax(scores, -1, out=scores), v, out=out)
 
 
 def keys_of_row(kv: PagedKV, rows: QueryRows, row: int, block_table: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:

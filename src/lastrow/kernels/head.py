@@ -35,7 +35,7 @@ def reference_logsumexp(h: torch.Tensor, table: torch.Tensor, cap: float | None)
     """log sum exp over the whole vocabulary of the softcapped logits, [R] fp32, without holding [R, V]."""
     total = torch.full((h.shape[0],), float("-inf"), device=h.device)
     for chunk in table.split(VOCAB_CHUNK):
-        total = torch.logaddexp(total, torch.logsumexp(softcap(F.linear(h, chunk), cap), -1))
+        total = torch.logaddexp(total, torch.logsumexp(softcap(matmul.reference(h, chunk), cap), -1))
     return total
 
 

@@ -17,35 +17,46 @@ from lastrow.kernels._triton import TensorDescriptor, cdiv, gelu_tanh, jit, roun
 
 RowProduct = Callable[[], torch.Tensor]
 PARTS, BATCHED_ROWS, BATCHED_K = 4, 2, 2048  # longer sums and more rows are faster in one product
+COLUMN_ROWS, COLUMN_WEIGHT = 128, 1 << 18  # more rows, or a smaller weight, and writing the product by rows again costs too much
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [M, K], weight [N, K] -> [M, N].
 
-    One or two fp32 rows on an AMD CPU go through a batched product over four parts of the weight: MKL then reads it at 25 GB/s instead
-    of 8 (EPYC, one core, [3072, 192]) and on several cores at once, which its matrix-vector product does not there. On an Intel CPU
-    that one reads 12 GB/s on one core and 18 to 45 on two, and the batched product half (Emerald Rapids; both torch 2.13)."""
+    fp32 on an AMD CPU takes other ways to few rows (EPYC, torch 2.13). One or two go through a batched product over four parts of the
+    weight: MKL then reads it at 25 GB/s instead of 8 (one core, [3072, 192]) and on several cores at once, which its matrix-vector
+    product does not there. Up to 128 rows of a large weight are columns of weight @ x.T: the other way round MKL does not share few
+    rows among cores (two cores, [32768, 192]: 16 rows in 2.8 ms instead of 5.8; 3 rows in 1.6 instead of 10.9). On an Intel CPU the
+    matrix-vector product reads 12 GB/s on one core and 18 to 45 on two, and the batched product half (Emerald Rapids); columns are not
+    measured there."""
     (m, k), n = x.shape, weight.shape[0]
-    if m > BATCHED_ROWS or not _in_parts(weight) or x.dtype is not torch.float32:
-        return F.linear(x, weight)
-    y = torch.bmm(weight.view(PARTS, n // PARTS, k), x.t().expand(PARTS, k, m)).view(n, m)
-    return y.view(1, n) if m == 1 else y.t().contiguous()
+    if on_amd(x):
+        if m <= BATCHED_ROWS and _in_parts(weight):
+            y = torch.bmm(weight.view(PARTS, n // PARTS, k), x.t().expand(PARTS, k, m)).view(n, m)
+            return y.view(1, n) if m == 1 else y.t().contiguous()
+        if BATCHED_ROWS < m <= COLUMN_ROWS and weight.numel() >= COLUMN_WEIGHT:
+            return torch.mm(weight, x.t()).t().contiguous()
+    return F.linear(x, weight)
 
 
 def row_product(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> RowProduct:
     """`reference` of one fp32 row on a CPU, x [1, K] -> out [1, N], to call again whenever x has changed."""
     n, k = weight.shape
-    if _in_parts(weight):
+    if on_amd(x) and _in_parts(weight):
         parts = weight.view(PARTS, n // PARTS, k)
         return partial(torch.bmm, parts, x.t().expand(PARTS, k, 1), out=out.view(PARTS, n // PARTS, 1))
     return partial(torch.mm, x, weight.t(), out=out)
 
 
 def _in_parts(weight: torch.Tensor) -> bool:
-    """Whether few fp32 rows take a batched product over parts of this weight."""
+    """Whether the weight can be a batch of parts."""
     n, k = weight.shape
-    fits = k <= BATCHED_K and n % PARTS == 0 and weight.is_contiguous()
-    return fits and weight.dtype is torch.float32 and weight.device.type == "cpu" and is_amd()
+    return k <= BATCHED_K and n % PARTS == 0 and weight.is_contiguous()
+
+
+def on_amd(x: torch.Tensor) -> bool:
+    """Whether products with x are those of fp32 on an AMD CPU."""
+    return x.dtype is torch.float32 and x.device.type == "cpu" and is_amd()
 
 
 @cache

@@ -2,7 +2,9 @@
 
 One row's operations on a few hundred numbers cost torch several times what they compute: an allocation, and Python's way to the
 kernel. Here norms, rotations and residual adds are numpy's, in place, on memory that torch's products read and write, too. For
-`e2b-eighth` such calls were half of the time behind a prompt's cut (docs/benchmarks); the larger a model, the more it is the weights."""
+`e2b-eighth` such calls were half of the time behind a prompt's cut (docs/benchmarks); the larger a model, the more it is the weights.
+
+No product is numpy's: a large one wakes OpenBLAS' threads, which then wait for those of torch, 8 ms at a time on two cores."""
 
 from __future__ import annotations
 
@@ -57,6 +59,7 @@ class Heads:
         self.raw: Array = raw.reshape(-1, d)
         self.normed: Array = np.empty_like(self.raw)
         self.rotated: Array = np.empty_like(self.raw)
+        self.rotated_torch = torch.from_numpy(self.rotated)
         self.size = d
         self._halves, self._turned = self.normed.reshape(-1, 2, d // 2), self.rotated.reshape(-1, 2, d // 2)
         self._swapped = self._halves[:, ::-1]
@@ -90,7 +93,7 @@ class Layer:
     heads: Heads
     k_norm: Array | None
     q_norm: Array
-    attended: Array
+    attended: torch.Tensor
     o: RowProduct
     post_attention_norm: Array
     pre_feedforward_norm: Array
@@ -143,7 +146,7 @@ class CPURow:
             heads=Heads(q.numpy, d),
             k_norm=None if w.k_norm is None else w.k_norm.numpy(),
             q_norm=w.q_norm.numpy(),
-            attended=o.numpy.reshape(kv_heads, -1, d),
+            attended=o.torch.view(kv_heads, -1, d),
             o=matmul.row_product(w.o, o.torch, self.y.torch),
             post_attention_norm=w.post_attention_norm.numpy(),
             pre_feedforward_norm=w.pre_feedforward_norm.numpy(),
@@ -190,7 +193,8 @@ class CPURow:
                 project()
                 self._store(i, layer, keys, values, turn, batch, pool)
             heads.norm(layer.q_norm, eps)
-            self._attend(i, layer, heads.rotate(*turn), rows, pool)
+            heads.rotate(*turn)
+            self._attend(i, layer, heads, rows, pool)
             layer.o()
             self._add_normed(layer.post_attention_norm)
             self._normed(layer.pre_feedforward_norm)
@@ -217,13 +221,10 @@ class CPURow:
         k, v = keys.rotate(*turn), values.norm(None, eps)
         kv_cache.store(pool.writer(i), batch.slots[self.model.group(i)], torch.from_numpy(k)[None], torch.from_numpy(v)[None])
 
-    def _attend(self, i: int, layer: Layer, q: Array, rows: QueryRows, pool: KVPool) -> None:
+    def _attend(self, i: int, layer: Layer, heads: Heads, rows: QueryRows, pool: KVPool) -> None:
         model = self.model
         k, v = attention.keys_of_row(pool.reader(i), rows, 0, rows.block_tables[model.group(i)], model.config.layer_window(i))
-        scores = np.matmul(q.reshape(k.shape[0], -1, q.shape[1]), k.numpy())
-        scores -= scores.max(-1, keepdims=True)
-        np.exp(scores, scores)
-        np.divide(np.matmul(scores, v.numpy()), np.add.reduce(scores, -1, keepdims=True), layer.attended)
+        attention.one_row(heads.rotated_torch.view(k.shape[0], -1, heads.size), k, v, out=layer.attended)
 
     def _add_normed(self, weight: Array) -> None:
         """x += norm(y) * weight"""
