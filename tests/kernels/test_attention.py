@@ -93,10 +93,11 @@ def one_row_at_a_time(q, pool, rows, table, window):
 
 MANY_ROWS = {  # more than one chunk
     "two chunks": ([150, 70], None, 4, 1, 32, 0),
-    "a window smaller than a chunk": ([150, 70], None, 4, 2, 32, 40),
+    "two chunks, two K/V heads": ([150, 70], None, 4, 2, 32, 0),
+    "a window smaller than a chunk": ([150, 70], None, 4, 1, 32, 40),
     "a window larger than a chunk": ([230], None, 4, 1, 32, 100),
-    "a later chunk in a window": ([230], [list(range(90, 230))], 8, 2, 32, 100),
-    "every other row": ([230], [list(range(61, 230, 2))], 4, 2, 32, 50),
+    "a later chunk in a window": ([230], [list(range(90, 230))], 8, 1, 32, 100),
+    "every other row": ([230], [list(range(61, 230, 2))], 4, 1, 32, 50),
     "every other row of all keys": ([200, 3], [list(range(1, 200, 2)), [0, 1, 2]], 4, 1, 32, 0),
 }
 
@@ -106,16 +107,16 @@ MANY_ROWS = {  # more than one chunk
 def test_the_reference_is_the_sum_over_each_rows_keys(monkeypatch, name, path):
     q, pool, rows, table, window = build((CASES | MANY_ROWS)[name], "auto", BF16 if "bf16" in path else FP32, "cpu")
     calls = []
-    if path == "products":  # a query out of a wider tensor, as qkv_epilogue gives it
-        monkeypatch.setattr(attention.F, "scaled_dot_product_attention", None)
-        q = torch.cat([q, torch.full_like(q[:, :1], float("nan"))], 1)[:, :-1]
-    else:
-        if path == "sdpa":
-            monkeypatch.setattr(attention, "SCORES", 0)
-        sdpa = attention.F.scaled_dot_product_attention
-        monkeypatch.setattr(attention.F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or sdpa(*a, **k))
+    if path == "products":
+        monkeypatch.setattr(attention, "PRODUCT_ROWS", 2)
+    elif path == "sdpa":
+        monkeypatch.setattr(attention, "SCORES", 0)
+    sdpa = attention.F.scaled_dot_product_attention
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or sdpa(*a, **k))
+    q = torch.cat([q, torch.full_like(q[:, :1], float("nan"))], 1)[:, :-1]  # out of a wider tensor, as qkv_epilogue gives it
     got = attention.reference(q, pool, rows, table, window)
-    assert bool(calls) == (path == "sdpa in bf16" or (path == "sdpa" and max(rows.q_lens) > 1))
+    several = max(rows.q_lens) > 1 and (path == "sdpa" or pool.k.shape[2] > 1)
+    assert bool(calls) == (path == "sdpa in bf16" or several)
     assert relative_error(got.double(), one_row_at_a_time(q, pool, rows, table, window)) < LIMIT[q.dtype]
 
 

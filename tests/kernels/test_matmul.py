@@ -60,22 +60,27 @@ def test_fused_geglu_at_real_size(intermediate):
     assert relative_error(fused, geglu.reference(h.float(), geglu.reference_pack(gate, up).float())) < 6e-3
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 128, 129])
-@pytest.mark.parametrize("shape", [(64, 96), (65, 96), (64, 3072), (130, 2048)])
-@pytest.mark.parametrize("amd", [True, False])
-def test_few_rows_on_a_cpu_are_the_same_product(monkeypatch, rows, shape, amd):
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 15, 16, 64, 65])
+@pytest.mark.parametrize("shape", [(64, 96), (65, 96), (64, 3072), (2048, 130)])
+@pytest.mark.parametrize("amd, threads", [(True, 2), (True, 1), (False, 2)])
+def test_few_rows_on_a_cpu_are_the_same_product(monkeypatch, rows, shape, amd, threads):
     monkeypatch.setattr(matmul, "is_amd", lambda: amd)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    made, by_columns = [], matmul.columns
+    monkeypatch.setattr(matmul, "columns", lambda x, weight: made.append(x.shape[0]) or by_columns(x, weight))
     x, w = torch.randn(rows, shape[1]), torch.randn(shape)
     got = matmul.reference(x, w)
     assert got.is_contiguous()  # the sampler writes into logits by flat index
+    assert bool(made) == (amd and threads > 1 and shape == (2048, 130) and 2 < rows <= 64)
     # k products of size 1 in another order: each addition rounds by at most 2^-24 of a partial sum of size sqrt(k)
     torch.testing.assert_close(got, x @ w.T, rtol=0, atol=shape[1] ** 1.5 * 2.0**-23)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 256, 257])
-@pytest.mark.parametrize("amd", [True, False])
-def test_geglu_on_a_cpu_is_the_same_whichever_way_its_products_go(monkeypatch, rows, amd):
+@pytest.mark.parametrize("rows", [1, 2, 3, 15, 256, 257])
+@pytest.mark.parametrize("amd, threads", [(True, 2), (True, 1), (False, 2)])
+def test_geglu_on_a_cpu_is_the_same_whichever_way_its_products_go(monkeypatch, rows, amd, threads):
     monkeypatch.setattr(matmul, "is_amd", lambda: amd)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     h, gate, up, down = torch.randn(rows, 48), torch.randn(96, 48), torch.randn(96, 48), torch.randn(24, 96)
     act = geglu.reference(h, geglu.reference_pack(gate, up))
     expected = torch.nn.functional.gelu(h.double() @ gate.T.double(), approximate="tanh") * (h.double() @ up.T.double())

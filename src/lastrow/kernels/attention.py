@@ -15,7 +15,7 @@ from lastrow.kernels.kv_cache import PagedKV
 from lastrow.kernels.rows import QueryRows
 
 QUERY_CHUNK = 64  # rows per call: sliding layers skip keys outside the chunk's window, full layers those behind it
-SCORES = 1 << 22  # of a chunk, for all heads (16 MB): at most so many are held at a time
+PRODUCT_ROWS, SCORES = 32, 1 << 22  # rows of a sequence from which on, and scores of a chunk (16 MB) up to which two products win
 
 
 def reference(q: torch.Tensor, kv: PagedKV, rows: QueryRows, block_table: torch.Tensor, window: int) -> torch.Tensor:
@@ -65,8 +65,8 @@ def _sequence(q: torch.Tensor, kv: PagedKV, blocks: torch.Tensor, positions: tor
     else:
         chunks = [_chunk(positions[i : i + QUERY_CHUNK], i, low, window, q.dtype) for i in range(0, count, QUERY_CHUNK)]
     scores = heads * max(chunk.mask.numel() for chunk in chunks)
-    if q.dtype is torch.float32 and scores <= SCORES:
-        return _by_products(q, k, v, chunks, q.new_empty(scores))
+    if q.dtype is torch.float32 and k.shape[0] == 1 and count >= PRODUCT_ROWS and scores <= SCORES:
+        return _by_products(q, k[0], v[0], chunks, q.new_empty(scores))
     out = q.new_empty(q.shape)
     for chunk in chunks:
         keys, values = k[None, :, chunk.keys], v[None, :, chunk.keys]
@@ -77,23 +77,21 @@ def _sequence(q: torch.Tensor, kv: PagedKV, blocks: torch.Tensor, positions: tor
 
 
 def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[_Chunk], room: torch.Tensor) -> torch.Tensor:
-    """q [N, heads, d], k and v [kv_heads, keys, d] in fp32 -> [N, heads, d]; a chunk's scores lie in `room`. Two products take 0.8 of
-    sdpa's time on a CPU and round no score; the scores of a long context would find no room in its caches."""
-    (count, heads, d), kv_heads = q.shape, k.shape[0]
-    group = heads // kv_heads
-    # the query heads of a K/V head are rows of one product
-    queries = q.view(count, kv_heads, group, d).transpose(0, 1).reshape(kv_heads, count * group, d)
+    """q [N, heads, d], k and v [keys, d] of the one K/V head, fp32 -> [N, heads, d]; a chunk's scores lie in `room`, and the query heads
+    are rows of one product. For a prompt with one K/V head this takes 0.8 of sdpa's time on a CPU; for few rows or several K/V heads it
+    takes more, and a long context's scores find no room in the caches."""
+    heads, d = q.shape[1:]
+    queries, keys = q.reshape(-1, d), k.t()
     out = torch.empty_like(queries)
-    for of, keys, values, to in zip(queries, k.transpose(1, 2), v, out, strict=True):
-        for chunk in chunks:
-            n, m = chunk.mask.shape
-            rows = slice(chunk.rows.start * group, chunk.rows.stop * group)
-            scores = room[: n * group * m].view(n * group, m)
-            scores.view(n, group, m).copy_(chunk.mask[:, None])
-            torch.addmm(scores, of[rows], keys[:, chunk.keys], out=scores)
-            torch.softmax(scores, -1, out=scores)
-            torch.mm(scores, values[chunk.keys], out=to[rows])
-    return out.view(kv_heads, count, group, d).transpose(0, 1).reshape(q.shape)
+    for chunk in chunks:
+        n, m = chunk.mask.shape
+        rows = slice(chunk.rows.start * heads, chunk.rows.stop * heads)
+        scores = room[: n * heads * m].view(n * heads, m)
+        scores.view(n, heads, m).copy_(chunk.mask[:, None])
+        torch.addmm(scores, queries[rows], keys[:, chunk.keys], out=scores)
+        torch.softmax(scores, -1, out=scores)
+        torch.mm(scores, v[chunk.keys], out=out[rows])
+    return out.view(q.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +111,9 @@ def _chunk(positions: torch.Tensor, first_row: int, low: int, window: int, dtype
     return _Chunk(slice(first_row, first_row + positions.shape[0]), slice(first - low, last - low), mask)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _adjacent_chunks(start: int, count: int, window: int, dtype: torch.dtype, device: torch.device) -> tuple[_Chunk, ...]:
-    """Rows at `count` positions from `start` on. Made once for all layers that have the same window."""
+    """Rows at `count` positions from `start` on. Made once for all layers that have the same window, for up to 128 sequences a step."""
     low, chunks = max(start - window + 1, 0) if window else 0, []
     for i in range(0, count, QUERY_CHUNK):
         j = min(i + QUERY_CHUNK, count)

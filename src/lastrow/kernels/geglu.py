@@ -33,11 +33,11 @@ def reference(h: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """h [T, H], gate_up from `reference_pack` -> gelu_tanh(h @ gate.T) * (h @ up.T), [T, I].
 
     fp32 on an AMD CPU: both as tensors of their own (7 % of a layer's MLP at 512 rows of e2b-eighth, two cores of an EPYC), and up to 256
-    rows as columns, as in `matmul.reference`, which nothing has to write by rows again (20 % at 128 rows)."""
+    rows as columns, which nothing has to write by rows again (20 % at 128 rows)."""
     if not matmul.on_amd(h):
         gate, up = matmul.reference(h, gate_up).chunk(2, -1)
-    elif matmul.BATCHED_ROWS < h.shape[0] <= COLUMN_ROWS:
-        gate, up = (half.t() for half in torch.mm(gate_up, h.t()).chunk(2))
+    elif matmul.takes_columns(h, COLUMN_ROWS):
+        gate, up = (half.t() for half in matmul.columns(h, gate_up).chunk(2))
     else:
         gate, up = (matmul.reference(h, half) for half in gate_up.chunk(2))
     return F.gelu(gate, approximate="tanh").mul_(up)

@@ -17,7 +17,8 @@ from lastrow.kernels._triton import TensorDescriptor, cdiv, gelu_tanh, jit, roun
 
 RowProduct = Callable[[], torch.Tensor]
 PARTS, BATCHED_ROWS, BATCHED_K = 4, 2, 2048  # longer sums and more rows are faster in one product
-COLUMN_ROWS, COLUMN_WEIGHT = 128, 1 << 18  # more rows, or a smaller weight, and writing the product by rows again costs too much
+COLUMN_ROWS, COLUMN_WEIGHT = 64, 1 << 18  # more rows, or a smaller weight, and writing the product by rows again costs too much
+COLUMN_TILE = 16
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -25,18 +26,29 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     fp32 on an AMD CPU takes other ways to few rows (EPYC, torch 2.13). One or two go through a batched product over four parts of the
     weight: MKL then reads it at 25 GB/s instead of 8 (one core, [3072, 192]) and on several cores at once, which its matrix-vector
-    product does not there. Up to 128 rows of a large weight are columns of weight @ x.T: the other way round MKL does not share few
-    rows among cores (two cores, [32768, 192]: 16 rows in 2.8 ms instead of 5.8; 3 rows in 1.6 instead of 10.9). On an Intel CPU the
-    matrix-vector product reads 12 GB/s on one core and 18 to 45 on two, and the batched product half (Emerald Rapids); columns are not
-    measured there."""
+    product does not there. Up to 64 rows of a large weight are `columns`. On an Intel CPU the matrix-vector product reads 12 GB/s on one
+    core and 18 to 45 on two, and the batched product half (Emerald Rapids); columns are not measured there."""
     (m, k), n = x.shape, weight.shape[0]
-    if on_amd(x):
-        if m <= BATCHED_ROWS and _in_parts(weight):
-            y = torch.bmm(weight.view(PARTS, n // PARTS, k), x.t().expand(PARTS, k, m)).view(n, m)
-            return y.view(1, n) if m == 1 else y.t().contiguous()
-        if BATCHED_ROWS < m <= COLUMN_ROWS and weight.numel() >= COLUMN_WEIGHT:
-            return torch.mm(weight, x.t()).t().contiguous()
+    if on_amd(x) and m <= BATCHED_ROWS and _in_parts(weight):
+        y = torch.bmm(weight.view(PARTS, n // PARTS, k), x.t().expand(PARTS, k, m)).view(n, m)
+        return y.view(1, n) if m == 1 else y.t().contiguous()
+    if takes_columns(x, COLUMN_ROWS) and n >= k and weight.numel() >= COLUMN_WEIGHT:
+        return columns(x, weight).t().contiguous()
     return F.linear(x, weight)
+
+
+def takes_columns(x: torch.Tensor, most: int) -> bool:
+    """Whether a product of up to `most` rows on several cores is to be one of columns: the other way round MKL does not share few rows
+    among the cores of an AMD CPU (two cores, [32768, 192]: 16 rows 2.8 instead of 5.8 ms, 3 rows 1.6 instead of 10.9)."""
+    return on_amd(x) and BATCHED_ROWS < x.shape[0] <= most and torch.get_num_threads() > 1
+
+
+def columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [M, K], weight [N, K] -> [N, M]. More than four rows are filled up with zeros: of 15 MKL makes twice the time of 16."""
+    m = x.shape[0]
+    if m > 4:
+        x = F.pad(x, (0, 0, 0, -m % COLUMN_TILE))
+    return torch.mm(weight, x.t())[:, :m]
 
 
 def row_product(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> RowProduct:
