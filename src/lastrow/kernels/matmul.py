@@ -18,7 +18,7 @@ from lastrow.kernels._triton import TensorDescriptor, cdiv, gelu_tanh, jit, roun
 RowProduct = Callable[[], torch.Tensor]
 PARTS, BATCHED_ROWS, BATCHED_K = 4, 2, 2048  # longer sums and more rows are faster in one product
 COLUMN_ROWS, COLUMN_WEIGHT = 64, 1 << 18  # more rows, or a smaller weight, and writing the product by rows again costs too much
-COLUMN_TILE = 16
+COLUMN_TILE = 8
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = torch.bmm(weight.view(PARTS, n // PARTS, k), x.t().expand(PARTS, k, m)).view(n, m)
         return y.view(1, n) if m == 1 else y.t().contiguous()
     if takes_columns(x, COLUMN_ROWS) and n >= k and weight.numel() >= COLUMN_WEIGHT:
-        return columns(x, weight).t().contiguous()
+        return columns(x, weight)[:, :m].t().contiguous()
     return F.linear(x, weight)
 
 
@@ -44,11 +44,10 @@ def takes_columns(x: torch.Tensor, most: int) -> bool:
 
 
 def columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [M, K], weight [N, K] -> [N, M]. More than four rows are filled up with zeros: of 15 MKL makes twice the time of 16."""
+    """x [M, K], weight [N, K] -> [N, M or more]: more than four rows are filled up with zeros to a multiple of COLUMN_TILE, because of 15
+    MKL makes twice the time of 16."""
     m = x.shape[0]
-    if m > 4:
-        x = F.pad(x, (0, 0, 0, -m % COLUMN_TILE))
-    return torch.mm(weight, x.t())[:, :m]
+    return torch.mm(weight, (F.pad(x, (0, 0, 0, -m % COLUMN_TILE)) if m > 4 and m % COLUMN_TILE else x).t())
 
 
 def row_product(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> RowProduct:
