@@ -190,9 +190,8 @@ for tokens in (100, 1500):
 
 def test_a_row_that_sees_many_keys_does_not_wait_for_another_librarys_threads() -> None:
     """A product of 1,500 keys by numpy's BLAS made a step of 10 ms one of 70 and more: its threads and torch's took turns of 8 ms."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")
-    }  # one thread has none to wait for
+    # one thread has none to wait for
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     made = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, env=environment)
     few, many = map(float, made.stdout.split())
     assert many < 4 * few, made.stdout

@@ -4,7 +4,7 @@ One row's operations on a few hundred numbers cost torch several times what they
 kernel. Here norms, rotations and residual adds are numpy's, in place, on memory that torch's products read and write, too. For
 `e2b-eighth` such calls were half of the time behind a prompt's cut (docs/benchmarks); the larger a model, the more it is the weights.
 
-No product is numpy's: a large one wakes OpenBLAS' threads, which then wait for those of torch, 8 ms at a time on two cores."""
+No matrix product is numpy's: a large one wakes OpenBLAS' threads, which then wait for those of torch, 8 ms at a time on two cores."""
 
 from __future__ import annotations
 
