@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from lastrow.kernels._triton import cdiv, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, round_to, tl
-from lastrow.kernels.add_norm import rms_norm
+from lastrow.kernels.add_norm import inverse_rms, rms_norm
 from lastrow.kernels.split_linear import load_sum, pdl_launch, splits_of, use_pdl
 
 
@@ -30,10 +31,13 @@ def reference(
     p = norm_weight.shape[0]
     n = context.shape[1] // p
     columns = slice(first_layer * p, (first_layer + n) * p)
-    rows = table[ids.long().to(table.device), columns].to(device=context.device, dtype=context.dtype).view(-1, n, p)
-    looked_up = rows * lookup_scale(p, context.dtype)
+    rows = F.embedding(ids.to(table.device), table[:, columns]).to(device=context.device, dtype=context.dtype).view(-1, n, p)
+    scale = lookup_scale(p, context.dtype)
+    if context.dtype is torch.float32:  # the same sum with the scales in its weights: fewer passes over memory
+        c = context.view(-1, n, p)
+        return torch.add(c * inverse_rms(c, eps * hidden_size) * (norm_weight * 2**-0.5), rows, alpha=scale * 2**-0.5)
     projected = rms_norm((context * hidden_size**-0.5).view(-1, n, p), norm_weight, eps)
-    return (projected + looked_up) * 2**-0.5
+    return (projected + rows * scale) * 2**-0.5
 
 
 @jit
