@@ -17,7 +17,6 @@ import torch
 
 from lastrow.harness.direct import DirectRunner
 from lastrow.harness.reference import load_reference, reference_logits
-from lastrow.kernels import qkv_epilogue
 from lastrow.kernels.dispatch import ReferenceOps
 from lastrow.kernels.rope import rope_table
 from lastrow.models.config import Gemma4Config, from_file
@@ -92,13 +91,13 @@ def classic_partial(pair: torch.Tensor) -> torch.Tensor:
 
 def v_norm_left_out(s: Setup) -> None:
     class NoVNorm(ReferenceOps):
-        def qkv_epilogue(self, *args, **kwargs):
-            right = qkv_epilogue.rms_norm
-            qkv_epilogue.rms_norm = lambda x, weight, eps: x if weight is None else right(x, weight, eps)
-            try:
-                return super().qkv_epilogue(*args, **kwargs)
-            finally:
-                qkv_epilogue.rms_norm = right
+        def qkv_epilogue(self, qkv, *args, **kwargs):
+            out = super().qkv_epilogue(qkv, *args, **kwargs)
+            kv = kwargs.get("kv")
+            if kv is not None:
+                values = qkv[:, -kv.v[0, 0].numel() :]
+                kv.v.flatten(0, 1)[kwargs["slots"].long()] = values.view(-1, *kv.v.shape[2:])
+            return out
 
     s.ops = NoVNorm()
 

@@ -10,10 +10,13 @@ from lastrow.kernels._triton import cdiv, gdc_launch_dependents, gdc_wait, jit, 
 from lastrow.kernels.split_linear import load_sum, pdl_launch, splits_of, use_pdl
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension; fp32 inside, one rounding to x.dtype. The weight is plain w, not 1 + w."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, overwrite: bool = False) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension; fp32 inside, one rounding to x.dtype. The weight is plain w, not 1 + w.
+
+    overwrite: x is needed no more and may hold the result, which spares a CPU's caches one tensor."""
     if x.dtype is torch.float32:
-        y = x * inverse_rms(x, eps)
+        scale = inverse_rms(x, eps)
+        y = x.mul_(scale) if overwrite else x * scale
         return y if weight is None else y.mul_(weight)
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
@@ -41,10 +44,10 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The seam between two blocks: x' = (x + norm(h) * post_weight) [* scalar]; h' = norm(x') * pre_weight.
 
-    h, x: [T, H], block output and residual (x may be overwritten). scalar: [1], the layer scalar. Returns (x', h' or None).
+    h, x: [T, H], block output and residual (both may be overwritten). scalar: [1], the layer scalar. Returns (x', h' or None).
     Roundings as in transformers: after the norm, the add, the product with the scalar, and the second norm."""
     fused = x.dtype is torch.float32
-    x = torch.addcmul(x, h * inverse_rms(h, eps), post_weight) if fused else x + rms_norm(h, post_weight, eps)
+    x = x.addcmul_(rms_norm(h, None, eps, overwrite=True), post_weight) if fused else x + rms_norm(h, post_weight, eps)
     if scalar is not None:
         x = x.mul_(scalar)
     return x, None if pre_weight is None else rms_norm(x, pre_weight, eps)

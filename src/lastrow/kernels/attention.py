@@ -83,14 +83,14 @@ def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: Sequ
     heads, d = q.shape[1:]
     queries, keys = q.reshape(-1, d), k.t()
     out = torch.empty_like(queries)
-    several = QUERY_CHUNK * heads
-    for chunk, of, o in zip(chunks, queries.split(several), out.split(several), strict=True):
+    for chunk in chunks:
         n, m = chunk.mask.shape
+        rows = slice(chunk.rows.start * heads, chunk.rows.stop * heads)
         scores = room[: n * heads * m].view(n * heads, m)
         scores.view(n, heads, m).copy_(chunk.mask[:, None])
-        torch.addmm(scores, of, keys[:, chunk.keys], out=scores)
+        torch.addmm(scores, queries[rows], keys[:, chunk.keys], out=scores)
         torch.softmax(scores, -1, out=scores)
-        torch.mm(scores, v[chunk.keys], out=o)
+        torch.mm(scores, v[chunk.keys], out=out[rows])
     return out.view(q.shape)
 
 

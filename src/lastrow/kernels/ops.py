@@ -16,7 +16,7 @@ from lastrow.kernels.rows import QueryRows
 
 class Ops(Protocol):
     """counts: operation -> calls. has_gemv: whether one row may run as models/single_row.py. Every method may be called with
-    tensors on the backend's device only; residuals given to add_norm may be overwritten."""
+    tensors on the backend's device only. Both tensors given to add_norm, and the context given to ple_inputs, may be overwritten."""
 
     name: str
     batch_invariant: bool

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from lastrow.kernels._triton import cdiv, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, round_to, tl
-from lastrow.kernels.add_norm import inverse_rms, rms_norm
+from lastrow.kernels.add_norm import rms_norm
 from lastrow.kernels.split_linear import load_sum, pdl_launch, splits_of, use_pdl
 
 
@@ -24,7 +24,7 @@ def reference(
     hidden_size: int,
     eps: float,
 ) -> torch.Tensor:
-    """context [T, n*P]: the scaled embedding times the projection rows of layers first_layer .. first_layer+n-1.
+    """context [T, n*P], may be overwritten: the scaled embedding times the projection rows of layers first_layer .. first_layer+n-1.
     table [V, L*P], layer-major, possibly in host memory and in another dtype than context. Returns [T, n, P].
 
     out = (norm(context * H^-1/2) * norm_weight + table[ids] * P^1/2) * 2^-1/2, roundings as in transformers."""
@@ -34,8 +34,8 @@ def reference(
     rows = F.embedding(ids.to(table.device), table[:, columns]).to(device=context.device, dtype=context.dtype).view(-1, n, p)
     scale = lookup_scale(p, context.dtype)
     if context.dtype is torch.float32:  # the same sum with the scales in its weights: fewer passes over memory
-        c = context.view(-1, n, p)
-        return torch.add(c * inverse_rms(c, eps * hidden_size) * (norm_weight * 2**-0.5), rows, alpha=scale * 2**-0.5)
+        projected = rms_norm(context.view(-1, n, p), norm_weight * 2**-0.5, eps * hidden_size, overwrite=True)
+        return projected.add_(rows, alpha=scale * 2**-0.5)
     projected = rms_norm((context * hidden_size**-0.5).view(-1, n, p), norm_weight, eps)
     return (projected + rows * scale) * 2**-0.5
 

@@ -35,12 +35,15 @@ def reference(
     stored = 0 if kv is None else kv_heads * (1 if k_eq_v else 2)
     num_q = heads.shape[1] - stored
     num_turned = num_q if kv is None else num_q + kv_heads
-    # keys turn with the queries: so few numbers would take almost as long alone
+    # one norm for all heads and one rotation: the few numbers of keys and values would take almost as long alone
     weights = [w.expand(n, head_dim) for w, n in ((q_weight, num_q), (k_weight, num_turned - num_q)) if w is not None]
-    turned = apply_rope(rms_norm(heads[:, :num_turned], torch.cat(weights), eps), cos_sin)
+    if heads.shape[1] > num_turned:
+        weights.append(qkv.new_ones(1).expand(heads.shape[1] - num_turned, head_dim))
+    normed = rms_norm(heads, weights[0] if len(weights) == 1 else torch.cat(weights), eps)
+    turned = apply_rope(normed[:, :num_turned], cos_sin)
     if kv is not None and slots is not None:
-        raw_v = heads[:, num_q:] if k_eq_v else heads[:, num_turned:]
-        kv_cache.store(kv, slots, turned[:, num_q:], rms_norm(raw_v, None, eps))
+        values = rms_norm(heads[:, num_q:], None, eps) if k_eq_v else normed[:, num_turned:]
+        kv_cache.store(kv, slots, turned[:, num_q:], values)
     return None if q_weight is None else turned[:, :num_q]
 
 
