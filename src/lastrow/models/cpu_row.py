@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from lastrow.kernels import attention, kv_cache, matmul
+from lastrow.kernels.geglu import gelu
 from lastrow.kernels.matmul import RowProduct
 from lastrow.kernels.rows import QueryRows
 from lastrow.kv.pool import KVPool
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Turn = tuple[Array, Array]
-gelu: Any = F.gelu  # takes out=, which its stub does not know; torch.ops.aten.gelu.out is slower to call by 2 us
 
 
 def supported(model: Gemma4Model) -> bool:
