@@ -39,7 +39,7 @@ def reference(
     new = None
     if residual is not None:
         assert post_weight is not None
-        new, normed = add_norm.reference(x, residual.clone(), post_weight, pre_weight, scalar, eps)
+        new, normed = add_norm.reference(x.clone(), residual.clone(), post_weight, pre_weight, scalar, eps)
         x = new if normed is None else normed
     elif pre_weight is not None:
         x = add_norm.rms_norm(x, pre_weight, eps)
