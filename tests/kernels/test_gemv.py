@@ -29,8 +29,10 @@ def case(use, n, k, dtype, device):
 
 
 def check(args, keys, **config):
+    given = args[0].clone()
     got, new = gemv.triton(*args, **keys, **config)
     expected, expected_new = gemv.reference(*args, **keys)
+    assert torch.equal(args[0], given)  # a normed input would be normed again without anybody's notice
     # the seam: see test_elementwise. The sum of products inherits a moved rounding of single terms, far below one unit of
     # its own, then one rounding each: the sum, gelu, the product
     assert_rounded(got, expected, roundings=3)
